@@ -1,0 +1,1 @@
+"""How the work is wired: config, artifacts, workers, the loop, Prefect flows, the CLI."""

@@ -1,0 +1,322 @@
+"""What a stage made: a directory of files, and the record that says how they came to be.
+
+The record, `artifact.json`, is written last and the directory is renamed into place, so that an
+artifact is there whole or not at all. Nothing else decides whether it is valid.
+"""
+
+import fcntl
+import hashlib
+import json
+import math
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from functools import lru_cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from stages.errors import InputError
+
+RECORD = "artifact.json"
+HEAVY = (".safetensors", ".pt")  # what `retire` may remove: weights and optimizer state
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All that decides an artifact's content: the stage, its config and its inputs' digests."""
+
+    stage: str
+    config: dict[str, Any]
+    inputs: dict[str, Any]  # name -> digest, list of digests or None
+
+    def flat(self) -> dict[str, Any]:
+        """One value per dotted key."""
+        config = {f"config.{key}": value for key, value in self.config.items()}
+        inputs = {f"inputs.{key}": value for key, value in self.inputs.items()}
+        return {"stage": self.stage} | config | inputs
+
+
+def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
+    """`config.eps_high: 0.28 → 0.2` for every key in which they differ."""
+    return "; ".join(
+        f"{key}: {_short(ours.get(key))} → {_short(theirs.get(key))}"
+        for key in sorted(ours | theirs)
+        if ours.get(key) != theirs.get(key)
+    )
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A published artifact; `record` is the content of its `artifact.json`."""
+
+    path: Path
+    record: dict[str, Any]
+
+    @property
+    def stage(self) -> str:
+        return str(self.record["stage"])
+
+    @property
+    def digest(self) -> str:
+        return str(self.record["digest"])
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        return dict(self.record["metrics"])
+
+    @property
+    def recipe(self) -> Recipe:
+        return Recipe(self.stage, **self.record["recipe"])
+
+    @property
+    def pinned(self) -> bool:
+        """Made with settings that somebody chose for this one artifact (`dapo rerun --replace`)."""
+        return bool(self.record.get("pinned"))
+
+    @property
+    def retired(self) -> bool:
+        """The heavy files were removed to save space; the record still vouches for them."""
+        return any(file.get("retired") for file in self.record["files"].values())
+
+    def changed_files(self, *, full: bool) -> list[str]:
+        """What is not as the record says, a line each.
+
+        Without `full`, a file of unchanged size and modification time is believed.
+        """
+        problems = []
+        for name, known in self.record["files"].items():
+            path = self.path / name
+            if known.get("retired"):
+                continue
+            if not path.is_file():
+                problems.append(f"{path} is missing")
+                continue
+            stat = path.stat()
+            same = (stat.st_size, stat.st_mtime_ns) == (known["bytes"], known["mtime_ns"])
+            if (full or not same) and _sha256(path) != known["sha256"]:
+                problems.append(f"{path} is not the file that the record describes")
+        return problems
+
+
+def load(path: Path) -> Artifact:
+    """The artifact at `path`; `InputError` where there is no readable record."""
+    try:
+        record = json.loads((path / RECORD).read_text())
+        return Artifact(path, {**record, "files": dict(record["files"])})
+    except FileNotFoundError:
+        raise InputError(
+            f"{path} has no {RECORD}, so it is no finished artifact; move it away or delete it, "
+            "then run again"
+        ) from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{path / RECORD} cannot be read ({error}); delete {path}") from error
+
+
+def load_unchanged(path: Path) -> Artifact:
+    """`load`, and refuse it if a file is not as it was when the record was written."""
+    artifact = load(path)
+    if problems := artifact.changed_files(full=False):
+        raise InputError(
+            f"{problems[0]}: somebody changed it after it was made; "
+            f"restore it, or delete {path} to have it built again"
+        )
+    return artifact
+
+
+def digest(path: Path) -> str:
+    """The content digest of an artifact, or of any other file or directory."""
+    if (path / RECORD).is_file():
+        return load_unchanged(path).digest
+    if path.is_file():
+        return _sha256(path)
+    if not path.is_dir():
+        raise InputError(f"{path} does not exist")
+    return _combined({str(f.relative_to(path)): _sha256(f) for f in _files_below(path)})
+
+
+@contextmanager
+def draft(out: Path) -> Iterator[Path]:
+    """An empty directory beside `out` to build in; removed again unless it was published."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    for leftover in out.parent.glob(f".draft-{out.name}-*"):
+        if not _alive(int(leftover.name.rpartition("-")[2])):
+            shutil.rmtree(leftover)
+    building = out.parent / f".draft-{out.name}-{os.getpid()}"
+    building.mkdir()
+    try:
+        yield building
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+
+
+def publish(
+    building: Path,
+    out: Path,
+    *,
+    recipe: Recipe,
+    metrics: dict[str, float],
+    started: float,
+    replace_existing: bool,
+    **details: Any,
+) -> Artifact:
+    """Write the record of the draft `building` and rename it to `out`, whole or not at all."""
+    files = {str(f.relative_to(building)): _describe(f) for f in _files_below(building)}
+    record = {
+        "stage": recipe.stage,
+        "recipe": {"config": recipe.config, "inputs": recipe.inputs},
+        "digest": _combined({name: file["sha256"] for name, file in files.items()}),
+        "files": files,
+        "rows": _rows(files),
+        "metrics": {k: v if math.isfinite(v) else None for k, v in metrics.items()},
+        "seconds": round(time.time() - started, 3),
+        "started": datetime.fromtimestamp(started, UTC).isoformat(timespec="milliseconds"),
+        "host": socket.gethostname(),
+        "code": _code(),
+        **details,
+    }
+    _write_durably(building / RECORD, json.dumps(record, indent=1, ensure_ascii=False))
+    if out.exists():
+        if not replace_existing:
+            raise InputError(f"{out} exists already; choose another --out or delete it")
+        # a crash between these two renames leaves no artifact, which is built again: never half
+        old = out.parent / f".draft-{out.name}-old-{os.getpid()}"
+        out.rename(old)
+        building.rename(out)
+        shutil.rmtree(old)
+    else:
+        building.rename(out)
+    _sync_directory(out.parent)
+    return Artifact(out, record)
+
+
+def retire(artifact: Artifact) -> Artifact:
+    """Remove the artifact's heavy files to save space; record and tables stay."""
+    files = {
+        name: {**file, "retired": True} if name.endswith(HEAVY) else file
+        for name, file in artifact.record["files"].items()
+    }
+    retired = replace(artifact, record={**artifact.record, "files": files})
+    # the record first: a crash in between leaves files too many, not a record that lies
+    _write_durably(artifact.path / RECORD, json.dumps(retired.record, indent=1))
+    for name, file in files.items():
+        if file.get("retired"):
+            (artifact.path / name).unlink(missing_ok=True)
+    return retired
+
+
+@contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Own `directory` while the block runs; the kernel frees it even after SIGKILL.
+
+    Raises `InputError` that names the owner's pid and host when somebody else has it.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / ".lock").open("a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            owner = lock.read() or "another process"
+            raise InputError(
+                f"{directory} is in use by {owner}; wait for it, stop it, or choose another run"
+            ) from None
+        lock.truncate(0)
+        lock.write(f"pid {os.getpid()} on {socket.gethostname()}")
+        lock.flush()
+        yield
+
+
+def _describe(path: Path) -> dict[str, Any]:
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
+    stat = path.stat()
+    described = {"bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns, "sha256": _sha256(path)}
+    if path.suffix == ".parquet":
+        described["rows"] = pq.read_metadata(path).num_rows
+    return described
+
+
+def _rows(files: dict[str, Any]) -> dict[str, int]:
+    """Rows per table: a table is a directory of Parquet shards."""
+    rows: dict[str, int] = {}
+    for name, file in files.items():
+        if "rows" in file:
+            table = Path(name).parent.name
+            rows[table] = rows.get(table, 0) + file["rows"]
+    return rows
+
+
+def _files_below(path: Path) -> list[Path]:
+    return sorted(f for f in path.rglob("*") if f.is_file() and f.name != RECORD)
+
+
+def _combined(sha256_by_name: dict[str, str]) -> str:
+    lines = "".join(f"{sha256} {name}\n" for name, sha256 in sorted(sha256_by_name.items()))
+    return hashlib.sha256(lines.encode()).hexdigest()
+
+
+def _sha256(path: Path) -> str:
+    stat = path.stat()
+    return _sha256_of(path, stat.st_size, stat.st_mtime_ns)
+
+
+@lru_cache(maxsize=4096)
+def _sha256_of(path: Path, size: int, mtime_ns: int) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _write_durably(path: Path, text: str) -> None:
+    partial = path.with_suffix(".partial")
+    with partial.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.rename(path)
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@lru_cache(maxsize=1)
+def _code() -> str:
+    """The version, and in a checkout the commit, `-dirty` when it has changes of its own."""
+    described = subprocess.run(
+        ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"],
+        capture_output=True,
+        text=True,
+        check=False,  # installed from a wheel, there is no repository
+    )
+    return f"{version('dapo-pipeline')} {described.stdout.strip()}".strip()
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _short(value: Any) -> str:
+    """Digests by their first characters."""
+    if isinstance(value, list):
+        return "[" + ", ".join(_short(item) for item in value) + "]"
+    return value[:12] if isinstance(value, str) and len(value) == 64 else f"{value}"

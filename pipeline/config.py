@@ -1,0 +1,188 @@
+"""Compose a run's configuration with Hydra and check all of it before anything starts."""
+
+import difflib
+import os
+import re
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import NoneType
+from typing import Any, Literal, get_args
+
+from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException, OverrideParseException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
+
+import conf
+from stages import evaluate, filter, prompts, rollout, score, select, update, warmstart
+from stages.errors import InputError
+from stages.settings import Machine, Settings
+
+CONFIG_DIR = Path(conf.__file__).parent.resolve()
+CHECKOUT = CONFIG_DIR.parent
+_composing = threading.Lock()  # Hydra's state is global
+
+
+class Model(Settings):
+    """`path`: a Hugging Face directory to start from; none: `warmstart` makes one from scratch."""
+
+    path: Path | None = None
+
+
+class Schedule(Settings):
+    """How long to train, and what to do when dynamic sampling falls short."""
+
+    steps: int = Field(1, ge=0)
+    max_rounds: int = Field(4, ge=1)  # of generation per step
+    on_shortage: Literal["fail", "train_short"] = "fail"
+    evaluate_every: int = Field(0, ge=0)  # steps; 0: only before the first and after the last
+    keep_policies: int | None = Field(None, ge=1)  # newest weights to keep; None: all
+
+
+class RunConfig(Settings):
+    """One run, whole: a field per stage, and how and where to execute it."""
+
+    run: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")
+    data: Path
+    seed: int
+    model: Model
+    machine: Machine
+    schedule: Schedule
+    prompts: prompts.Config
+    heldout: prompts.Config
+    warmstart: warmstart.Config
+    select: select.Config
+    rollout: rollout.Config
+    score: score.Config
+    filter: filter.Config
+    update: update.Config
+    evaluate: evaluate.Config
+
+    @field_validator("data", mode="before")
+    @classmethod
+    def _default_root(cls, path: object) -> object:
+        """The checkout's own `data/`; where the package is installed, the working directory's."""
+        root = CHECKOUT if (CHECKOUT / "pyproject.toml").exists() else Path.cwd()
+        return root / "data" if path is None else path
+
+    @property
+    def directory(self) -> Path:
+        return self.data / "runs" / self.run
+
+    @model_validator(mode="after")
+    def _stages_agree(self) -> "RunConfig":
+        if self.score.overlong and self.score.l_max != self.rollout.max_tokens:
+            raise ValueError(
+                f"score.l_max={self.score.l_max} but rollout.max_tokens="
+                f"{self.rollout.max_tokens}: the overlong buffer must end where responses do"
+            )
+        return self
+
+    def stage_settings(self) -> dict[str, Any]:
+        """Dotted keys of what decides the artifacts; not how long, where or on what machine."""
+        stages = self.model_dump(
+            mode="json", exclude={"run", "data", "seed", "machine", "schedule"}
+        )
+        return {f"{s}.{key}": value for s, keys in stages.items() for key, value in keys.items()}
+
+
+def load(overrides: Sequence[str] = ()) -> RunConfig:
+    """The checked configuration of `conf/config.yaml` with Hydra `overrides`.
+
+    Raises `InputError` that names the key, what was expected, and a close match for a typo.
+    """
+    return parse(composed(overrides))
+
+
+def composed(overrides: Sequence[str] = ()) -> str:
+    """`conf/config.yaml` and its groups with `overrides`, as YAML with its interpolations.
+
+    Relative paths become absolute, so that the text means the same from any working directory.
+    """
+    try:
+        # Hydra keeps one global state: threads that compose must take turns
+        with _composing, initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
+            config = compose("config", [quoted(override) for override in overrides])
+    except (HydraException, OmegaConfBaseException) as error:
+        raise InputError(_explained(error, overrides)) from error
+    for key in (key for key, kind in KEYS.items() if kind is Path):
+        if value := OmegaConf.select(config, key):
+            OmegaConf.update(config, key, os.path.abspath(value))
+    return OmegaConf.to_yaml(config)
+
+
+def parse(text: str, overrides: Sequence[str] = ()) -> RunConfig:
+    """The checked configuration of a composed YAML text, with `key=value` overrides (no groups)."""
+    config = OmegaConf.create(text)
+    try:
+        for override in OverridesParser.create().parse_overrides([quoted(o) for o in overrides]):
+            OmegaConf.update(config, override.key_or_group, override.value())
+        content = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+        return RunConfig.model_validate(content)
+    except ValidationError as error:
+        raise InputError("\n".join(_problem(problem) for problem in error.errors())) from error
+    except (HydraException, OmegaConfBaseException) as error:
+        raise InputError(_explained(error, overrides)) from error
+
+
+def quoted(override: str) -> str:
+    """`override` with the value of a text key in quotes, so that it stays what was typed.
+
+    Hydra would read `run=1e3` as a number and stumble over `=`, `#` or `<` in a path.
+    """
+    key, assigned, value = override.partition("=")
+    if not assigned or KEYS.get(key.lstrip("+~")) not in (str, Path):
+        return override
+    if value == "null" or re.match(r"""["'\[{]|\$\{""", value):
+        return override
+    escaped = value.replace('"', '\\"')
+    return f'{key}="{escaped}"'
+
+
+def _keys(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every dotted key of the configuration and its type, `X | None` counting as X."""
+    for name, field in model.model_fields.items():
+        kinds = [kind for kind in get_args(field.annotation) if kind is not NoneType]
+        kind = kinds[0] if len(kinds) == 1 else field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield from _keys(kind, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", kind
+
+
+KEYS: dict[str, Any] = dict(_keys(RunConfig))
+
+
+def _explained(error: Exception, overrides: Sequence[str]) -> str:
+    """Hydra's message, shortened, with the nearest known key when one was mistyped."""
+    message = str(error).partition("Config search path")[0]
+    for override in overrides:
+        key = override.partition("=")[0].lstrip("+~")
+        if key not in KEYS and key not in GROUPS and f"'{key}'" in str(error):
+            return f"unknown key '{key}'{_meant(key)}; `dapo config` prints every key"
+    quoting = "; quote a value with special characters: 'key=\"a=b\"'"
+    parsing = isinstance(error, OverrideParseException)
+    return " ".join(message.split()) + (quoting if parsing else "")
+
+
+def _problem(problem: Any) -> str:
+    key = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] == "extra_forbidden":
+        return f"unknown key '{key}'{_meant(key)}; `dapo config` prints every key"
+    message = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "string_type":
+        message += " (YAML reads an unquoted 1e3, 010 or no as a number or a switch: quote it)"
+    where = f"{key}: " if key else ""
+    got = "" if problem["type"] == "value_error" else f", got {problem['input']!r}"
+    return where + message + got
+
+
+def _meant(key: str) -> str:
+    close = difflib.get_close_matches(key, [*KEYS, *GROUPS], n=1)
+    return f", did you mean '{close[0]}'?" if close else ""
+
+
+GROUPS = sorted(path.name for path in CONFIG_DIR.iterdir() if path.is_dir() and path.name[0] != "_")

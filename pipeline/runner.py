@@ -1,0 +1,187 @@
+"""Run one stage: serve its artifact if the recipe is the same, refuse another's, or build it."""
+
+import importlib
+import inspect
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, get_args
+
+from pipeline import artifacts
+from pipeline.artifacts import Artifact, Recipe
+from pipeline.worker import Worker
+from stages import progress
+from stages.errors import InputError
+from stages.settings import Machine, Settings
+
+Input = Path | Sequence[Path] | None
+
+STAGES = (
+    "prompts",
+    "warmstart",
+    "select",
+    "rollout",
+    "score",
+    "filter",
+    "update",
+    "evaluate",
+)
+# torch and vLLM live in processes of their own; the other stages run where they are called
+PROCESS = {"warmstart": "trainer", "update": "trainer", "rollout": "engine", "evaluate": "engine"}
+
+
+class Outdated(InputError):
+    """An artifact stands where another one was asked for."""
+
+
+@dataclass(frozen=True)
+class StageInput:
+    """One input of a stage, as its `run` declares it."""
+
+    name: str
+    several: bool
+    required: bool
+
+
+def stage_inputs(stage: str) -> list[StageInput]:
+    """The named inputs in the signature of `stages.<stage>.run`."""
+    parameters = inspect.signature(_module(stage).run).parameters.values()
+    return [
+        StageInput(
+            name=p.name,
+            several=getattr(p.annotation, "__origin__", None) is not None
+            and Path in get_args(p.annotation),
+            required=p.default is inspect.Parameter.empty,
+        )
+        for p in parameters
+        if p.name not in ("out", "config", "machine")
+    ]
+
+
+class Runner:
+    """Runs stages on one machine and keeps their worker processes until it is closed.
+
+    Args:
+        logs: directory for what the workers print; None: the caller's stderr.
+        force: rebuild an artifact of another recipe instead of refusing it.
+    """
+
+    def __init__(self, machine: Machine, *, logs: Path | None = None, force: bool = False) -> None:
+        self.machine = machine
+        self.force = force
+        self._workers = {
+            name: Worker(logs and logs / f"{name}.log") for name in set(PROCESS.values())
+        }
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the worker processes."""
+        for worker in self._workers.values():
+            worker.close()
+
+    def run(
+        self,
+        stage: str,
+        *,
+        out: Path,
+        config: Settings,
+        inputs: Mapping[str, Input],
+        pinned: bool = False,
+    ) -> tuple[Artifact, bool]:
+        """The artifact at `out`, and whether it was served instead of built.
+
+        Raises `Outdated`, with the differences spelled, if another recipe's artifact stands there
+        and `force` is off; whatever the stage raises; nothing half-written is ever left at `out`.
+        """
+        recipe = Recipe(
+            stage=stage,
+            config=config.model_dump(mode="json"),
+            inputs={name: _digests(value) for name, value in inputs.items()},
+        )
+        if out.exists():
+            found = artifacts.load_unchanged(out)
+            if accepts(found, recipe):
+                return found, True
+            if not self.force:
+                differences = artifacts.differences(found.recipe.flat(), recipe.flat())
+                raise Outdated(
+                    f"{out} was made by another recipe ({differences}); "
+                    "use --force to rebuild it and what follows from it"
+                )
+        return self._build(recipe, out=out, config=config, inputs=inputs, pinned=pinned), False
+
+    def _build(
+        self,
+        recipe: Recipe,
+        *,
+        out: Path,
+        config: Settings,
+        inputs: Mapping[str, Input],
+        pinned: bool,
+    ) -> Artifact:
+        started = time.time()
+        with artifacts.draft(out) as building:
+            metrics = self._call(
+                recipe.stage,
+                {**inputs, "out": building, "config": config, "machine": self.machine},
+            )
+            return artifacts.publish(
+                building,
+                out,
+                recipe=recipe,
+                metrics=metrics,
+                started=started,
+                replace_existing=self.force,
+                sources={name: _names(value) for name, value in inputs.items()},
+                machine=self.machine.model_dump(mode="json"),
+                pinned=pinned,
+            )
+
+    def _call(self, stage: str, arguments: dict[str, Any]) -> dict[str, float]:
+        if stage not in PROCESS:
+            return _module(stage).run(**arguments)  # type: ignore[no-any-return]
+        if self.machine.one_process_at_a_time:
+            for name, worker in self._workers.items():
+                if name != PROCESS[stage]:
+                    worker.close()
+        return self._workers[PROCESS[stage]].call(
+            stage,
+            arguments,
+            listener=progress.listener.get(),
+            timeout_s=self.machine.stage_timeout_s,
+        )
+
+
+def accepts(found: Artifact, recipe: Recipe) -> bool:
+    """Whether `found` is what `recipe` would make, or was pinned to other settings on purpose."""
+    if found.pinned:
+        return (found.stage, found.recipe.inputs) == (recipe.stage, recipe.inputs)
+    return found.recipe == recipe
+
+
+def _module(stage: str) -> Any:
+    return importlib.import_module(f"stages.{stage}")
+
+
+def _digests(value: Input) -> Any:
+    if value is None or isinstance(value, Path):
+        return value and artifacts.digest(value)
+    return [artifacts.digest(path) for path in value]
+
+
+def _names(value: Input) -> Any:
+    if value is None or isinstance(value, Path):
+        return value and str(value)
+    return [str(path) for path in value]

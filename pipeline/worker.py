@@ -1,0 +1,166 @@
+"""A process of its own for stages that need torch or vLLM, kept between calls.
+
+The child leads its own process group and reads its standard input: when the parent is gone, even
+by SIGKILL, that pipe closes and the child kills the whole group. So nothing outlives a run, and
+a stage keeps what was expensive (an import, an engine) for the next call.
+"""
+
+import importlib
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from stages import progress
+
+Listener = Callable[[int, int, str], None]
+GRACE_S = 5.0
+
+
+class WorkerDied(RuntimeError):
+    """The process ended without an answer: killed, out of memory, or crashed in native code."""
+
+
+class StageTimeout(RuntimeError):
+    """The stage did not end within its time limit; its process group was killed."""
+
+
+class Worker:
+    """A lazily started child process that runs one stage at a time.
+
+    Args:
+        log: file for all that the child and its libraries print; None: the parent's stderr.
+    """
+
+    def __init__(self, log: Path | None = None) -> None:
+        self.log = log
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+
+    def call(
+        self,
+        stage: str,
+        arguments: dict[str, Any],
+        *,
+        listener: Listener | None = None,
+        timeout_s: float | None = None,
+    ) -> dict[str, float]:
+        """Run `stages.<stage>.run(**arguments)` in the child and return its metrics.
+
+        Raises what the stage raised (with the child's traceback as a note), `WorkerDied` or
+        `StageTimeout`; after the latter two the next call starts a new child.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        try:
+            connection = self._started()
+            connection.send((stage, arguments))
+            while connection.poll(deadline and max(0.0, deadline - time.monotonic())):
+                kind, value = connection.recv()
+                if kind == "done":
+                    return value
+                if kind == "failed":
+                    break
+                if listener:
+                    listener(*value)
+            else:
+                raise StageTimeout(f"{stage} took longer than {timeout_s} s and was ended")
+        except (EOFError, ConnectionError) as error:
+            raise WorkerDied(self._obituary(stage)) from error
+        except BaseException:  # also Ctrl-C: the child is at work on an answer that nobody awaits
+            self.close()
+            raise
+        raise value
+
+    def close(self) -> None:
+        """End the child and all its descendants."""
+        if self._process is None:
+            return
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        assert self._process.stdin and self._connection
+        self._process.stdin.close()
+        self._connection.close()
+        self._process = self._connection = None
+
+    def _started(self) -> Connection:
+        if self._connection is None:
+            ours, theirs = socket.socketpair()
+            with theirs, self._output() as output:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "pipeline.worker", str(theirs.fileno())],
+                    stdin=subprocess.PIPE,  # the lifeline
+                    stdout=output,
+                    stderr=output,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,
+                )
+            self._connection = Connection(ours.detach())
+        return self._connection
+
+    @contextmanager
+    def _output(self) -> Iterator[Any]:
+        if self.log is None:
+            yield sys.stderr.fileno()
+        else:
+            self.log.parent.mkdir(parents=True, exist_ok=True)
+            with self.log.open("ab") as file:
+                yield file
+
+    def _obituary(self, stage: str) -> str:
+        """How the child died, and its last words."""
+        assert self._process
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=GRACE_S)
+        code = self._process.returncode
+        self.close()
+        cause = f"signal {signal.Signals(-code).name}" if code and code < 0 else f"exit code {code}"
+        words = f"; {self.log} ends:\n{self.log.read_text(errors='replace')[-1000:]}" if self.log else ""
+        return f"the process that ran {stage} ended with {cause}{words}"
+
+
+def _serve(connection: Connection) -> None:
+    """The child: run what is asked, answer with metrics or the exception, until the pipe closes."""
+
+    def tell(done: int, total: int, note: str) -> None:
+        connection.send(("progress", (done, total, note)))
+
+    progress.listener.set(tell)
+    while True:
+        stage, arguments = connection.recv()
+        try:
+            metrics = importlib.import_module(f"stages.{stage}").run(**arguments)
+            answer = ("done", metrics)
+        except Exception as error:
+            error.add_note(traceback.format_exc())
+            answer = ("failed", _picklable(error))
+        connection.send(answer)
+
+
+def _picklable(error: Exception) -> Exception:
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
+
+
+def _die_with_parent() -> None:
+    sys.stdin.buffer.read()  # returns when the parent, the only writer, is gone
+    os.killpg(0, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+    with suppress(EOFError):
+        _serve(Connection(int(sys.argv[1])))

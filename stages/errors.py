@@ -1,0 +1,17 @@
+"""The errors that a person can mend; whoever raises one says what was expected and what to do."""
+
+
+class InputError(ValueError):
+    """Bad data or a bad setting: names the file, row, column or key, and the way out."""
+
+
+class Shortage(RuntimeError):
+    """Dynamic sampling ended its rounds without a full batch."""
+
+
+class NonFinite(RuntimeError):
+    """A loss, gradient norm or weight stopped being a number; nothing was saved."""
+
+
+class EngineMismatch(RuntimeError):
+    """The sampler does not run the policy that it claims to run."""

@@ -1,0 +1,54 @@
+"""Measure a policy on held-out prompts: avg@k, with every sample kept."""
+
+from pathlib import Path
+
+import polars as pl
+
+from stages import tables, verify
+from stages.sampling import Sampling, sample
+from stages.settings import Machine
+
+
+class Config(Sampling):
+    """avg@k with k = n; top_p may differ from 1 here (the paper: 0.7)."""
+
+
+def run(
+    *, prompts: Path, policy: Path, out: Path, config: Config, machine: Machine
+) -> dict[str, float]:
+    """Write `samples` (responses with verdicts) and `evaluations` (one row per prompt).
+
+    The seeds depend on prompt and sample only, so that two policies are compared on the same
+    random numbers.
+    """
+    asked = tables.read(prompts, "prompts").sort("prompt_id")
+    rows, skipped = sample(
+        asked.select("prompt_id", "prompt", group_id="prompt_id"),
+        policy_path=policy,
+        config=config,
+        machine=machine,
+    )
+    judged = verify.judge_all(rows.lazy(), asked.lazy())
+    samples = rows.join(judged.drop("group_id", "length"), on="response_id", maintain_order="left")
+    evaluations = (
+        samples.group_by("prompt_id")
+        .agg(
+            n=pl.len(),
+            acc_mean=pl.col("acc").mean(),
+            length_mean=pl.col("length").mean(),
+            truncated_mean=(pl.col("finish_reason") == "length").mean(),
+        )
+        .join(asked, on="prompt_id")
+        .sort("prompt_id")
+    )
+    tables.write(out, "samples", samples)
+    tables.write(out, "skipped", skipped)
+    tables.write(out, "evaluations", evaluations)
+    return {
+        f"avg@{config.n}": tables.mean(evaluations["acc_mean"]),
+        "length_mean": tables.mean(samples["length"]),
+        "truncated": tables.mean(evaluations["truncated_mean"]),
+        "prompts": len(evaluations),
+        "skipped": len(skipped),
+        "tokens": samples["length"].sum(),
+    }

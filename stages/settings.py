@@ -1,0 +1,31 @@
+"""The base of every stage's `Config`, and the machine's knobs, which never change an artifact's identity."""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Settings(BaseModel):
+    """Flat, frozen and typo-proof: an unknown key or a wrong type fails before anything wakes."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Machine(Settings):
+    """How to execute, not what to compute: two machines may differ here and share artifacts."""
+
+    device: Literal["cpu", "cuda"] = "cpu"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    threads: int = Field(1, ge=1)  # of torch, in the trainer and in the engine
+    micro_batch_tokens: int = Field(16384, ge=1)  # padded tokens in one forward pass
+    gradient_checkpointing: bool = False
+    # vLLM
+    tensor_parallel_size: int = Field(1, ge=1)
+    gpu_memory_utilization: float = Field(0.05, gt=0, le=1)
+    kv_cache_gib: int = Field(1, ge=1)  # on CPU
+    max_num_seqs: int = Field(512, ge=1)
+    enforce_eager: bool = True
+    # on one GPU: the engine ends before an update starts, and the trainer before a rollout
+    one_process_at_a_time: bool = False
+    # a stage in a worker process is killed, with its children, after so long
+    stage_timeout_s: float | None = Field(None, gt=0)

@@ -1,0 +1,261 @@
+"""The tables that stages exchange: one explicit schema each, checked on every read and write."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from stages.errors import InputError
+
+MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+TOKENS = pa.list_(pa.int32())
+LOGPROBS = pa.list_(pa.float32())
+
+ROWS_PER_GROUP = 1024  # small row groups let one response be looked up without reading its shard
+
+
+def _schema(key: str, **columns: pa.DataType | tuple[pa.DataType, None]) -> pa.Schema:
+    """The key comes first; a column given as `(type, None)` may hold nulls, all others may not."""
+    fields = [pa.field(key, pa.string(), nullable=False)]
+    for name, kind in columns.items():
+        nullable = isinstance(kind, tuple)
+        fields.append(pa.field(name, kind[0] if isinstance(kind, tuple) else kind, nullable))
+    return pa.schema(fields)
+
+
+_GENERATED = {
+    "group_id": pa.string(),
+    "prompt_id": pa.string(),
+    "sample": pa.int32(),
+    "prompt_ids": TOKENS,
+    "response_ids": TOKENS,
+    "sampler_logprobs": LOGPROBS,
+    "text": pa.string(),
+    "length": pa.int32(),
+    "finish_reason": pa.string(),
+    "seed": pa.int64(),
+    "temperature": pa.float32(),
+    "policy": pa.string(),
+}
+_JUDGED = {
+    "acc": (pa.float32(), None),  # the raw right (1) or wrong (0), before any shaping
+    "extracted": (pa.string(), None),
+    "verdict": pa.string(),
+}
+
+SCHEMAS: dict[str, pa.Schema] = {
+    "prompts": _schema(
+        "prompt_id",
+        prompt=MESSAGES,
+        answer=pa.string(),
+        task=pa.string(),
+        meta=(pa.string(), None),
+    ),
+    "selection": _schema(
+        "group_id",
+        step=pa.int32(),
+        round=pa.int32(),
+        position=pa.int64(),
+        prompt_id=pa.string(),
+        weight=pa.float64(),
+        why=pa.string(),
+        epoch=pa.int32(),
+    ),
+    "rollouts": _schema("response_id", **_GENERATED),
+    "skipped": _schema("group_id", prompt_id=pa.string(), reason=pa.string()),
+    "scores": _schema(
+        "response_id",
+        group_id=pa.string(),
+        penalty=pa.float32(),
+        reward=(pa.float32(), None),
+        **_JUDGED,
+    ),
+    "groups": _schema(
+        "group_id",
+        prompt_id=pa.string(),
+        n=pa.int32(),
+        n_scored=pa.int32(),
+        acc_mean=(pa.float64(), None),
+        reward_mean=(pa.float64(), None),
+        reward_std=(pa.float64(), None),
+        decision=pa.string(),
+        reason=(pa.string(), None),
+        policy=pa.string(),
+        age=pa.int32(),
+    ),
+    "batch": _schema(
+        "response_id",
+        group_id=pa.string(),
+        prompt_id=pa.string(),
+        prompt_ids=TOKENS,
+        response_ids=TOKENS,
+        sampler_logprobs=LOGPROBS,
+        temperature=pa.float32(),
+        finish_reason=pa.string(),
+        acc=(pa.float32(), None),
+        reward=(pa.float32(), None),
+        advantage=pa.float64(),
+        policy=pa.string(),
+        age=pa.int32(),
+    ),
+    "metrics": pa.schema(
+        [pa.field("optimizer_step", pa.int64(), nullable=False)]
+        + [
+            pa.field(name, pa.float64(), nullable=False)
+            for name in (
+                "loss entropy clip_fraction_low clip_fraction_high clip_fraction_dual "
+                "ratio_min ratio_max ratio_mean approx_kl grad_norm lr"
+            ).split()
+        ]
+        + [pa.field(name, pa.int64(), nullable=False) for name in ("sequences", "tokens")]
+    ),
+    "samples": _schema("response_id", **_GENERATED, **_JUDGED),
+    "evaluations": _schema(
+        "prompt_id",
+        task=pa.string(),
+        meta=(pa.string(), None),
+        n=pa.int32(),
+        acc_mean=(pa.float64(), None),
+        length_mean=pa.float64(),
+        truncated_mean=pa.float64(),
+    ),
+}
+SCHEMAS["carried"] = SCHEMAS["batch"]  # whole groups that wait for the next step
+
+
+def polars_schema(table: str) -> pl.Schema:
+    """The table's schema as Polars types."""
+    empty = pl.from_arrow(SCHEMAS[table].empty_table())
+    assert isinstance(empty, pl.DataFrame)
+    return empty.schema
+
+
+def write(out: Path, table: str, frame: pl.DataFrame, *, shard: int = 0) -> None:
+    """Write `frame` as `out/<table>/part-<shard>.parquet` with exactly the table's schema.
+
+    Also for zero rows, so that no reader ever has to guess a type. Null in a column that must be
+    full is an `InputError`: it would be a bug of the stage that made the rows.
+    """
+    schema = SCHEMAS[table]
+    arrow = frame.select(schema.names).to_arrow().cast(schema)
+    for field in schema:
+        if not field.nullable and arrow.column(field.name).null_count:
+            raise InputError(f"{table}.{field.name}: null where a value is required")
+    (out / table).mkdir(exist_ok=True)
+    pq.write_table(
+        arrow,
+        out / table / f"part-{shard:05d}.parquet",
+        row_group_size=ROWS_PER_GROUP,
+        compression="zstd",
+        compression_level=1,
+        use_dictionary=[n for n in schema.names if schema.field(n).type != LOGPROBS],
+        use_byte_stream_split=[n for n in schema.names if schema.field(n).type == LOGPROBS],
+        store_schema=True,
+    )
+
+
+def scan(source: Path | Sequence[Path], table: str) -> pl.LazyFrame:
+    """A lazy frame of `table` from an artifact, a Parquet file, a directory of them, or several.
+
+    Every file is checked against the schema before a row is read and cast column by column
+    (int64 to int32, float64 to float32, large to small lists): what does not fit raises, no value
+    is ever lost. Raises `InputError` with file, column, expected and found type.
+    """
+    sources = [source] if isinstance(source, Path) else list(source)
+    paths = [path for one in sources for path in files(one, table)]
+    return pl.concat([_scan_file(path, table) for path in paths])
+
+
+def read(source: Path | Sequence[Path], table: str) -> pl.DataFrame:
+    """`scan`, collected; values that do not fit the column's type raise `InputError`."""
+    try:
+        return scan(source, table).collect(engine="streaming")
+    except pl.exceptions.PolarsError as error:
+        raise InputError(f"{table} in {source}: {error}") from error
+
+
+def read_prompts(source: Path) -> pl.DataFrame:
+    """The prompts table at `source`, whole and usable, or an `InputError` that names the row."""
+    return check_prompts(read(source, "prompts"), source)
+
+
+def check_prompts(frame: pl.DataFrame, source: Path) -> pl.DataFrame:
+    """`frame` itself: at least one row, no null where a value is needed, ids that are unique."""
+    if frame.is_empty():
+        raise InputError(f"{source}: the prompts table has no rows")
+    for column in ("prompt_id", "prompt", "answer", "task"):
+        if nulls := frame[column].is_null().arg_true().to_list():
+            raise InputError(f"{source}: column '{column}' is null in row {nulls[0]}")
+    if twice := frame.filter(pl.col("prompt_id").is_duplicated())["prompt_id"].to_list():
+        raise InputError(
+            f"{source}: prompt_id '{twice[0]}' occurs more than once; ids must be unique"
+        )
+    return frame
+
+
+def mean(column: pl.Series) -> float:
+    """The mean of the values that are there; NaN where there is none."""
+    value = column.cast(pl.Float64).mean()
+    return value if isinstance(value, float) else float("nan")
+
+
+def files(source: Path, table: str) -> list[Path]:
+    """The Parquet files that hold `table` at `source`, in name order."""
+    if source.is_file():
+        return [source]
+    if not source.exists():
+        raise InputError(f"{source} does not exist (looked for the table '{table}')")
+    inside = source / table if (source / table).is_dir() else source
+    found = sorted(inside.glob("*.parquet"))
+    if not found:
+        raise InputError(
+            f"{source} holds no table '{table}': expected {table}/part-00000.parquet or *.parquet"
+        )
+    return found
+
+
+def _scan_file(path: Path, table: str) -> pl.LazyFrame:
+    try:
+        found = pq.read_schema(path)
+    except (pa.ArrowInvalid, OSError) as error:
+        raise InputError(
+            f"{path} is not a readable Parquet file ({error}); write it again or restore it"
+        ) from error
+    wanted = SCHEMAS[table]
+    _check_columns(path, table, wanted, found)
+    return pl.scan_parquet(path).select(
+        pl.col(name).cast(dtype, strict=True) for name, dtype in polars_schema(table).items()
+    )
+
+
+def _check_columns(path: Path, table: str, wanted: pa.Schema, found: pa.Schema) -> None:
+    problems = []
+    for field in wanted:
+        if field.name not in found.names:
+            problems.append(f"column '{field.name}' ({field.type}) is missing")
+        elif not _castable(found.field(field.name).type, field.type):
+            have = found.field(field.name).type
+            problems.append(f"column '{field.name}': expected {field.type}, found {have}")
+    if problems:
+        raise InputError(f"{path} is not a '{table}' table: " + "; ".join(problems))
+
+
+def _castable(have: pa.DataType, want: pa.DataType) -> bool:
+    """Whether every value of `have` that fits `want` keeps its meaning when it is cast."""
+    if pa.types.is_null(have) or have == want:
+        return True
+    if pa.types.is_list(want):
+        listed = pa.types.is_list(have) or pa.types.is_large_list(have)
+        return listed and _castable(have.value_type, want.value_type)
+    if pa.types.is_struct(want):
+        return pa.types.is_struct(have) and all(
+            have.get_field_index(f.name) >= 0 and _castable(have.field(f.name).type, f.type)
+            for f in want
+        )
+    if pa.types.is_string(want):
+        return pa.types.is_large_string(have) or pa.types.is_string_view(have)
+    if pa.types.is_floating(want):
+        return pa.types.is_floating(have) or pa.types.is_integer(have)
+    return pa.types.is_integer(want) and pa.types.is_integer(have)
