@@ -22,7 +22,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 
 from stages.errors import InputError
@@ -79,6 +78,16 @@ class Artifact:
         return Recipe(self.stage, **self.record["recipe"])
 
     @property
+    def sources(self) -> dict[str, Any]:
+        """Where each input lay: a path, a list of them or None."""
+        return {name: self._resolved(value) for name, value in self.record["sources"].items()}
+
+    def _resolved(self, value: Any) -> Any:
+        if isinstance(value, list):
+            return [self._resolved(item) for item in value]
+        return value and Path(os.path.normpath(self.path / value))
+
+    @property
     def pinned(self) -> bool:
         """Made with settings that somebody chose for this one artifact (`dapo rerun --replace`)."""
         return bool(self.record.get("pinned"))
@@ -131,6 +140,11 @@ def load_unchanged(path: Path) -> Artifact:
             f"restore it, or delete {path} to have it built again"
         )
     return artifact
+
+
+def address(path: Path, *, seen_from: Path) -> str:
+    """How a record names an input: artifacts relatively, so that a run can be moved or copied."""
+    return os.path.relpath(path, seen_from) if (path / RECORD).exists() else str(path)
 
 
 def digest(path: Path) -> str:

@@ -13,7 +13,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 import conf
@@ -42,6 +42,9 @@ class Schedule(Settings):
     keep_policies: int | None = Field(None, ge=1)  # newest weights to keep; None: all
 
 
+Warmstart = warmstart.Config  # a name that the field's own default does not hide
+
+
 class RunConfig(Settings):
     """One run, whole: a field per stage, and how and where to execute it."""
 
@@ -53,7 +56,7 @@ class RunConfig(Settings):
     schedule: Schedule
     prompts: prompts.Config
     heldout: prompts.Config
-    warmstart: warmstart.Config
+    warmstart: Warmstart | None = None  # none: model.path is given
     select: select.Config
     rollout: rollout.Config
     score: score.Config
@@ -79,6 +82,11 @@ class RunConfig(Settings):
                 f"score.l_max={self.score.l_max} but rollout.max_tokens="
                 f"{self.rollout.max_tokens}: the overlong buffer must end where responses do"
             )
+        if (self.warmstart is None) != (self.model.path is not None):
+            raise ValueError(
+                "the first policy comes from model.path or from warmstart: give one of them "
+                "(dapo train ~warmstart model.path=DIR)"
+            )
         return self
 
     def stage_settings(self) -> dict[str, Any]:
@@ -86,7 +94,11 @@ class RunConfig(Settings):
         stages = self.model_dump(
             mode="json", exclude={"run", "data", "seed", "machine", "schedule"}
         )
-        return {f"{s}.{key}": value for s, keys in stages.items() for key, value in keys.items()}
+        return {
+            f"{stage}.{key}": value
+            for stage, settings in stages.items()
+            for key, value in (settings or {}).items()
+        }
 
 
 def load(overrides: Sequence[str] = ()) -> RunConfig:
@@ -105,7 +117,7 @@ def composed(overrides: Sequence[str] = ()) -> str:
     try:
         # Hydra keeps one global state: threads that compose must take turns
         with _composing, initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
-            config = compose("config", [quoted(override) for override in overrides])
+            config = compose("config", [understood(override) for override in overrides])
     except (HydraException, OmegaConfBaseException) as error:
         raise InputError(_explained(error, overrides)) from error
     for key in (key for key, kind in KEYS.items() if kind is Path):
@@ -118,7 +130,7 @@ def parse(text: str, overrides: Sequence[str] = ()) -> RunConfig:
     """The checked configuration of a composed YAML text, with `key=value` overrides (no groups)."""
     config = OmegaConf.create(text)
     try:
-        for override in OverridesParser.create().parse_overrides([quoted(o) for o in overrides]):
+        for override in OverridesParser.create().parse_overrides([understood(o) for o in overrides]):
             OmegaConf.update(config, override.key_or_group, override.value())
         content = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
         return RunConfig.model_validate(content)
@@ -128,18 +140,25 @@ def parse(text: str, overrides: Sequence[str] = ()) -> RunConfig:
         raise InputError(_explained(error, overrides)) from error
 
 
-def quoted(override: str) -> str:
-    """`override` with the value of a text key in quotes, so that it stays what was typed.
+def resolved(text: str) -> str:
+    """A composed YAML text with its interpolations filled in, once it has passed every check."""
+    parse(text)
+    return OmegaConf.to_yaml(OmegaConf.create(text), resolve=True)
 
-    Hydra would read `run=1e3` as a number and stumble over `=`, `#` or `<` in a path.
+
+def understood(override: str) -> str:
+    """`override` as Hydra takes it: every known key may be set, and a text value stays as typed.
+
+    Hydra alone would refuse a key that no YAML file names, read `run=1e3` as a number, and stumble
+    over `=`, `#` or `<` in a path.
     """
     key, assigned, value = override.partition("=")
-    if not assigned or KEYS.get(key.lstrip("+~")) not in (str, Path):
+    kind = KEYS.get(key.lstrip("+"))
+    if not assigned or kind is None:
         return override
-    if value == "null" or re.match(r"""["'\[{]|\$\{""", value):
-        return override
-    escaped = value.replace('"', '\\"')
-    return f'{key}="{escaped}"'
+    if kind in (str, Path) and value != "null" and not re.match(r"""["'\[{]|\$\{""", value):
+        value = '"' + value.replace('"', '\\"') + '"'
+    return f"++{key.lstrip('+')}={value}"
 
 
 def _keys(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -158,6 +177,8 @@ KEYS: dict[str, Any] = dict(_keys(RunConfig))
 
 def _explained(error: Exception, overrides: Sequence[str]) -> str:
     """Hydra's message, shortened, with the nearest known key when one was mistyped."""
+    if isinstance(error, MissingMandatoryValue):
+        return f"{error.full_key} is required: add {error.full_key}=…"
     message = str(error).partition("Config search path")[0]
     for override in overrides:
         key = override.partition("=")[0].lstrip("+~")

@@ -76,7 +76,8 @@ def train(
 
 def base_policy(config: RunConfig, execute: Execute) -> Artifact | Path:
     """The policy that training starts from: somebody's, or one made from scratch."""
-    if config.model.path is not None:
+    if config.warmstart is None:
+        assert config.model.path is not None
         return config.model.path
     out = step_directory(config, 0) / "warmstart"
     return execute("step-0 / warmstart", "warmstart", out=out, config=config.warmstart, inputs={})

@@ -60,6 +60,11 @@ def stage_inputs(stage: str) -> list[StageInput]:
     ]
 
 
+def purpose(stage: str) -> str:
+    """The first sentence of the stage's module: what it is for."""
+    return str(inspect.getdoc(_module(stage))).split("\n\n")[0]
+
+
 class Runner:
     """Runs stages on one machine and keeps their worker processes until it is closed.
 
@@ -92,26 +97,16 @@ class Runner:
             worker.close()
 
     def run(
-        self,
-        stage: str,
-        *,
-        out: Path,
-        config: Settings,
-        inputs: Mapping[str, Input],
-        pinned: bool = False,
+        self, stage: str, *, out: Path, config: Settings, inputs: Mapping[str, Input]
     ) -> tuple[Artifact, bool]:
         """The artifact at `out`, and whether it was served instead of built.
 
         Raises `Outdated`, with the differences spelled, if another recipe's artifact stands there
         and `force` is off; whatever the stage raises; nothing half-written is ever left at `out`.
         """
-        recipe = Recipe(
-            stage=stage,
-            config=config.model_dump(mode="json"),
-            inputs={name: _digests(value) for name, value in inputs.items()},
-        )
         if out.exists():
             found = artifacts.load_unchanged(out)
+            recipe = _recipe(stage, config, inputs)
             if accepts(found, recipe):
                 return found, True
             if not self.force:
@@ -120,22 +115,25 @@ class Runner:
                     f"{out} was made by another recipe ({differences}); "
                     "use --force to rebuild it and what follows from it"
                 )
-        return self._build(recipe, out=out, config=config, inputs=inputs, pinned=pinned), False
+        built = self.build(stage, out=out, config=config, inputs=inputs, replace=self.force)
+        return built, False
 
-    def _build(
+    def build(
         self,
-        recipe: Recipe,
+        stage: str,
         *,
         out: Path,
         config: Settings,
         inputs: Mapping[str, Input],
-        pinned: bool,
+        replace: bool = False,
+        pinned: bool = False,
     ) -> Artifact:
+        """Run the stage and publish what it made at `out`, in place of what stands there or not."""
+        recipe = _recipe(stage, config, inputs)
         started = time.time()
         with artifacts.draft(out) as building:
             metrics = self._call(
-                recipe.stage,
-                {**inputs, "out": building, "config": config, "machine": self.machine},
+                stage, {**inputs, "out": building, "config": config, "machine": self.machine}
             )
             return artifacts.publish(
                 building,
@@ -143,8 +141,8 @@ class Runner:
                 recipe=recipe,
                 metrics=metrics,
                 started=started,
-                replace_existing=self.force,
-                sources={name: _names(value) for name, value in inputs.items()},
+                replace_existing=replace,
+                sources={name: _addresses(value, out) for name, value in inputs.items()},
                 machine=self.machine.model_dump(mode="json"),
                 pinned=pinned,
             )
@@ -171,6 +169,14 @@ def accepts(found: Artifact, recipe: Recipe) -> bool:
     return found.recipe == recipe
 
 
+def _recipe(stage: str, config: Settings, inputs: Mapping[str, Input]) -> Recipe:
+    return Recipe(
+        stage=stage,
+        config=config.model_dump(mode="json"),
+        inputs={name: _digests(value) for name, value in inputs.items()},
+    )
+
+
 def _module(stage: str) -> Any:
     return importlib.import_module(f"stages.{stage}")
 
@@ -181,7 +187,7 @@ def _digests(value: Input) -> Any:
     return [artifacts.digest(path) for path in value]
 
 
-def _names(value: Input) -> Any:
+def _addresses(value: Input, out: Path) -> Any:
     if value is None or isinstance(value, Path):
-        return value and str(value)
-    return [str(path) for path in value]
+        return value and artifacts.address(value, seen_from=out)
+    return [artifacts.address(path, seen_from=out) for path in value]

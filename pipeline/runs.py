@@ -1,7 +1,6 @@
 """Look at runs: list them, show an artifact, verify that everything adds up. Changes nothing."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,27 +8,35 @@ import polars as pl
 
 from pipeline import artifacts
 from pipeline.artifacts import RECORD, Artifact
+from pipeline.config import load
+from pipeline.loop import CONFIG
 from stages import tables
 from stages.errors import InputError
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One artifact of a run as `dapo ls` shows it."""
-
-    place: str  # step_0003/round_0/score
-    stage: str
-    state: str  # whole, changed, pinned, retired, stale
-    rows: dict[str, int]
-    seconds: float
-    metrics: dict[str, Any]
-    digest: str
+def find(run: str) -> Path:
+    """The directory of a run, given by name (below the data root) or by path."""
+    for path in (load().data / "runs" / run, Path(run).absolute()):
+        if (path / CONFIG).is_file():
+            return path
+    raise InputError(f"there is no run '{run}' (looked in {path.parent}); `dapo ls` lists the runs")
 
 
-def run_directories(data: Path) -> list[Path]:
-    """The runs below a data root, newest last."""
-    found = (data / "runs").glob("*/config.yaml")
-    return sorted((path.parent for path in found), key=lambda path: path.stat().st_mtime)
+def overview() -> list[dict[str, Any]]:
+    """Every run below the data root, the newest last."""
+    found = sorted((load().data / "runs").glob(f"*/{CONFIG}"), key=lambda p: p.stat().st_mtime)
+    return [_run_row(path.parent) for path in found]
+
+
+def _run_row(run: Path) -> dict[str, Any]:
+    records = list(artifacts_below(run))
+    return {
+        "run": run.name,
+        "steps": sum(a.stage == "update" and a.path.name == "update" for a in records),
+        "artifacts": len(records),
+        "seconds": round(sum(a.record["seconds"] for a in records), 1),
+        "directory": str(run),
+    }
 
 
 def artifacts_below(run: Path) -> Iterator[Artifact]:
@@ -41,21 +48,51 @@ def artifacts_below(run: Path) -> Iterator[Artifact]:
     yield from sorted(found, key=lambda artifact: (artifact.record["started"], str(artifact.path)))
 
 
-def entries(run: Path) -> list[Entry]:
+def entries(run: Path) -> list[dict[str, Any]]:
     """The run's artifacts with their states, oldest first."""
-    found = list(artifacts_below(run))
     return [
-        Entry(
-            place=str(artifact.path.relative_to(run)),
-            stage=artifact.stage,
-            state=state(artifact),
-            rows=artifact.record["rows"],
-            seconds=artifact.record["seconds"],
-            metrics=artifact.metrics,
-            digest=artifact.digest,
-        )
-        for artifact in found
+        {
+            "place": str(artifact.path.relative_to(run)),
+            "stage": artifact.stage,
+            "state": state(artifact),
+            "rows": artifact.record["rows"],
+            "seconds": artifact.record["seconds"],
+            "metrics": artifact.metrics,
+            "digest": artifact.digest,
+        }
+        for artifact in artifacts_below(run)
     ]
+
+
+def contents(path: Path, *, rows: int) -> dict[str, Any]:
+    """The record (None for anybody's Parquet), and schema, count and first rows of each table."""
+    record = artifacts.load(path).record if (path / RECORD).is_file() else None
+    found = sorted([path] if path.is_file() else path.rglob("*.parquet"))
+    if not found:
+        raise InputError(f"{path} holds no artifact and no Parquet file")
+    tables_found = {file.parent.name if path.is_dir() else file.name: file.parent for file in found}
+    return {
+        "record": record,
+        "tables": {
+            name: _first_rows(found if path.is_file() else sorted(where.glob("*.parquet")), rows)
+            for name, where in tables_found.items()
+        },
+    }
+
+
+def _first_rows(shards: list[Path], rows: int) -> dict[str, Any]:
+    try:
+        frame = pl.scan_parquet(shards)
+        schema = frame.collect_schema()
+        head = frame.head(rows).collect()
+        count = frame.select(pl.len()).collect().item()
+    except (pl.exceptions.PolarsError, OSError) as error:
+        raise InputError(f"{shards[0]} is not a readable Parquet file: {error}") from error
+    return {
+        "schema": {name: str(kind) for name, kind in schema.items()},
+        "count": count,
+        "rows": head.to_dicts(),
+    }
 
 
 def state(artifact: Artifact) -> str:
@@ -69,33 +106,32 @@ def state(artifact: Artifact) -> str:
 
 def stale_inputs(artifact: Artifact) -> list[str]:
     """The inputs that no longer have the content that this artifact was made from."""
-    stale = []
-    for name, source in artifact.record["sources"].items():
+    return [
+        f"{name} {path}"
+        for name, path, digest in _inputs(artifact)
+        if (path / RECORD).exists() and artifacts.load(path).digest != digest
+    ]
+
+
+def _inputs(artifact: Artifact) -> Iterator[tuple[str, Path, str]]:
+    """Name, path and digest of every input."""
+    for name, source in artifact.sources.items():
         known = artifact.recipe.inputs[name]
-        pairs = zip(source, known, strict=True) if isinstance(source, list) else [(source, known)]
-        for path, digest in pairs:
-            if (
-                path
-                and (Path(path) / RECORD).exists()
-                and artifacts.load(Path(path)).digest != digest
-            ):
-                stale.append(f"{name} {path}")
-    return stale
+        if isinstance(source, list):
+            yield from ((name, path, digest) for path, digest in zip(source, known, strict=True))
+        elif source:
+            yield name, source, known
 
 
-def downstream(run: Path, changed: Path) -> list[Path]:
-    """The artifacts of a run that were made, directly or not, from the one at `changed`."""
-    affected = {str(changed)}
+def stale_below(run: Path, changed: Artifact) -> list[Path]:
+    """The artifacts made, directly or not, from what stood where `changed` stands now."""
+    affected = {changed.path}
+    if not any(stale_inputs(artifact) for artifact in artifacts_below(run)):
+        return []  # other settings, same content
     for artifact in artifacts_below(run):
-        sources = artifact.record["sources"].values()
-        named = {
-            path
-            for source in sources
-            for path in (source if isinstance(source, list) else [source])
-        }
-        if named & affected:
-            affected.add(str(artifact.path))
-    return sorted(Path(path) for path in affected - {str(changed)})
+        if affected.intersection(path for _, path, _ in _inputs(artifact)):
+            affected.add(artifact.path)
+    return sorted(affected - {changed.path})
 
 
 def verify(run: Path) -> tuple[int, list[str]]:
@@ -118,7 +154,7 @@ def conservation(artifact: Artifact) -> list[str]:
 
 
 def _rollout_rows(artifact: Artifact) -> Iterator[str]:
-    selected = _ids(Path(artifact.record["sources"]["selection"]), "selection", "group_id")
+    selected = _ids(artifact.sources["selection"], "selection", "group_id")
     sampled = _ids(artifact.path, "rollouts", "group_id")
     skipped = _ids(artifact.path, "skipped", "group_id")
     if sorted(selected) != sorted([*sampled.unique(), *skipped]):
@@ -129,7 +165,7 @@ def _rollout_rows(artifact: Artifact) -> Iterator[str]:
 
 
 def _score_rows(artifact: Artifact) -> Iterator[str]:
-    sampled = _ids(Path(artifact.record["sources"]["rollouts"]), "rollouts", "response_id")
+    sampled = _ids(artifact.sources["rollouts"], "rollouts", "response_id")
     scored = _ids(artifact.path, "scores", "response_id")
     if not sampled.sort().equals(scored.sort()):
         yield f"{len(sampled)} responses sampled, but {len(scored)} scored"
@@ -138,10 +174,10 @@ def _score_rows(artifact: Artifact) -> Iterator[str]:
 def _filter_rows(artifact: Artifact) -> Iterator[str]:
     groups = tables.read(artifact.path, "groups")
     decided = dict(groups["decision"].value_counts().iter_rows())
-    sources = artifact.record["sources"]
-    came = sum(_ids(Path(p), "rollouts", "group_id").n_unique() for p in sources["rollouts"])
+    sources = artifact.sources
+    came = sum(_ids(p, "rollouts", "group_id").n_unique() for p in sources["rollouts"])
     if sources["carried"]:
-        came += _ids(Path(sources["carried"]), "carried", "group_id").n_unique()
+        came += _ids(sources["carried"], "carried", "group_id").n_unique()
     if came != sum(decided.values()):
         yield f"{came} groups came in, but {decided} were decided"
     for decision, table in (("kept", "batch"), ("carried", "carried")):

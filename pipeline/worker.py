@@ -125,7 +125,11 @@ class Worker:
         code = self._process.returncode
         self.close()
         cause = f"signal {signal.Signals(-code).name}" if code and code < 0 else f"exit code {code}"
-        words = f"; {self.log} ends:\n{self.log.read_text(errors='replace')[-1000:]}" if self.log else ""
+        words = (
+            f"; {self.log} ends:\n{self.log.read_text(errors='replace')[-1000:]}"
+            if self.log
+            else ""
+        )
         return f"the process that ran {stage} ended with {cause}{words}"
 
 

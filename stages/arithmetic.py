@@ -22,7 +22,7 @@ Split = Literal["train", "heldout"]
 LEVELS = (3, 4, 5, 6)
 LARGEST_OPERAND = 5
 HELDOUT_SHARE = 10  # one expression in ten is held out
-PATIENCE = 1000  # draws per wanted prompt before a split counts as used up
+PATIENCE = 10_000  # draws in a row without a new expression before a split counts as used up
 
 
 def expression(level: int, rng: random.Random) -> str:
@@ -91,10 +91,12 @@ def prompts(count: int, seed: int, split: Split, levels: Sequence[int] = LEVELS)
     Raises `InputError` when the split holds fewer expressions of these levels than asked for.
     """
     drawn: dict[str, None] = {}
-    for draws, expr in enumerate(stream(seed, split, levels)):
+    fruitless = 0  # draws in a row that gave nothing new
+    for expr in stream(seed, split, levels):
         if len(drawn) == count:
             break
-        if draws == PATIENCE * count:
+        fruitless = fruitless + 1 if expr in drawn else 0
+        if fruitless == PATIENCE:
             raise InputError(
                 f"found only {len(drawn)} of {count} distinct {split} expressions of levels "
                 f"{list(levels)}; ask for fewer prompts or add levels"

@@ -178,6 +178,9 @@ class HuggingFace:
     """Transformers' `generate`, in batches of requests of equal room."""
 
     def __init__(self, *, context: int, machine: Machine) -> None:
+        import torch
+
+        torch.set_num_threads(machine.threads)
         self.machine = machine
         self.model: Any = None
         self.eos_ids: list[int] = []

@@ -53,7 +53,10 @@ def decide(responses: pl.LazyFrame, config: Config) -> pl.DataFrame:
     """
     acc, reward = pl.col("acc"), pl.col("reward")  # both null where nobody could score
     return (
-        responses.group_by("group_id")
+        # sorted, so that the last bit of a mean does not depend on the order of rows or threads
+        responses.select("response_id", "group_id", "prompt_id", "policy", "age", "acc", "reward")
+        .sort("response_id")
+        .group_by("group_id")
         .agg(
             pl.col("prompt_id", "policy", "age").first(),
             n=pl.len(),
@@ -77,7 +80,7 @@ def decide(responses: pl.LazyFrame, config: Config) -> pl.DataFrame:
             .otherwise(pl.lit("kept")),
             reason=pl.when("surplus").then(pl.lit("surplus")).otherwise("reason"),
         )
-        .collect(engine="streaming")
+        .collect()
     )
 
 
@@ -145,10 +148,10 @@ def _rows_of(
     wanted = groups.lazy().filter(decision=decision).select("group_id")
     return (
         responses.join(wanted, on="group_id", how="semi")
+        .sort("response_id")  # before the sums, whose last bit depends on the order
         .with_columns(
             advantage=dapo.group_advantages(pl.col("reward"), "group_id", scale=config.scale)
         )
-        .sort("response_id")
         .collect(engine="streaming")
     )
 

@@ -122,7 +122,10 @@ def save(model: "PreTrainedModel", out: Path, *, like: Path) -> None:
     for name, weight in model.state_dict().items():
         if not weight.isfinite().all():
             raise NonFinite(f"{name} has weights that are not finite; nothing was saved")
+    # transformers loads generation configs that it refuses to save: `like`'s is copied instead
+    model.generation_config = type(model.generation_config)()
     model.save_pretrained(out)
+    (out / "generation_config.json").unlink()
     _copy(like, out, COMPANIONS)
 
 

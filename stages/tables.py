@@ -139,10 +139,10 @@ def write(out: Path, table: str, frame: pl.DataFrame, *, shard: int = 0) -> None
     full is an `InputError`: it would be a bug of the stage that made the rows.
     """
     schema = SCHEMAS[table]
-    arrow = frame.select(schema.names).to_arrow().cast(schema)
-    for field in schema:
-        if not field.nullable and arrow.column(field.name).null_count:
+    for field in schema:  # before the cast, which would refuse it without naming the table
+        if not field.nullable and frame[field.name].null_count():
             raise InputError(f"{table}.{field.name}: null where a value is required")
+    arrow = frame.select(schema.names).to_arrow().cast(schema)
     (out / table).mkdir(exist_ok=True)
     pq.write_table(
         arrow,

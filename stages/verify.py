@@ -19,8 +19,8 @@ class Verdict(NamedTuple):
 
 
 # bounded, so that no model can make the checker compute 10 ** 999999999
-NUMBER = re.compile(r"[-+]?[0-9]{1,64}(\.[0-9]{1,64}|/0*[1-9][0-9]{0,63})?")
-ANSWER_LINE = re.compile(r"^Answer:[ \t]*(.*?)[ \t]*$", re.MULTILINE)
+NUMBER = re.compile(r"[-+]?[0-9]{1,64}(\.[0-9]{1,64}|/0{0,63}[1-9][0-9]{0,63})?")
+ANSWER_LINE = re.compile(r"^Answer:(.*)$", re.MULTILINE)
 
 
 def arithmetic(text: str, gold: str) -> Verdict:
@@ -81,7 +81,7 @@ def judge_all(rollouts: pl.LazyFrame, prompts: pl.LazyFrame) -> pl.DataFrame:
 
 
 def _judge(text: str, *, right: Callable[[str], bool]) -> Verdict:
-    answers = ANSWER_LINE.findall(text)
+    answers = [answer.strip() for answer in ANSWER_LINE.findall(text)]
     if not answers:
         return Verdict(0.0, "no_answer", None)
     is_right = right(answers[-1])

@@ -10,7 +10,6 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Self
 
-import polars as pl
 from pydantic import Field, model_validator
 
 from stages import arithmetic

@@ -369,6 +369,9 @@ def test_the_overlong_penalty_is_that_of_trl_also_beyond_the_maximum(name: str) 
         for length in case["lengths"]
     ]
     assert found == case["trl"]
+    lengths = pl.lit(pl.Series(case["lengths"]))
+    column = pl.select(dapo.overlong_penalty(lengths, case["max_response"], case["buffer"]))
+    assert column.to_series().to_list() == case["trl"]
 
 
 @pytest.mark.parametrize("case", [c for c in OVERLONG["must_reject"] if c["max_resp_len"]])

@@ -1,0 +1,38 @@
+# `make demo` and `make test` set up all that they need on a fresh machine with Python 3.11 or newer.
+PYTHON ?= python3
+BIN := .venv/bin
+UV := $(BIN)/uv
+# pip may know of a directory of wheels or of a mirror; uv has to be told
+export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
+
+.PHONY: demo test lint lock clean
+
+demo: .venv/installed
+	$(BIN)/dapo train experiment=demo
+
+test: .venv/installed lint
+	$(BIN)/pytest
+
+lint: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+.venv/installed: requirements-cpu.txt pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet uv==0.13.9
+	$(UV) pip install --quiet --python $(BIN)/python -r requirements-cpu.txt
+	$(UV) pip install --quiet --python $(BIN)/python --no-deps --editable .
+	touch $@
+
+# the pinned files: the CPU build of torch carries a local version that only some indexes serve
+lock: .venv/installed
+	for kind in cpu gpu; do \
+	  $(UV) pip compile --upgrade --quiet --no-header --no-annotate --extra $$kind --group dev \
+	    pyproject.toml | sed 's/^\(torch==[0-9.]*\)+cpu/\1/; 1i # every version that the '$$kind' environment holds; made by `make lock`' \
+	    > requirements-$$kind.txt || exit 1; \
+	done
+
+clean:
+	rm -rf .venv data/runs

@@ -1,0 +1,312 @@
+"""The command `dapo`."""
+
+import inspect
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from pipeline import runner
+from stages import progress
+from stages.errors import EngineMismatch, InputError, NonFinite, Shortage
+
+MENDABLE = (InputError, Shortage, NonFinite, EngineMismatch)
+NOTHING_TRAINED = 3  # exit code of an update whose batch had no token to learn from
+
+out = Console()
+err = Console(stderr=True)
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    help="Train a language model with DAPO, stage by stage, and see everything that happened.",
+    epilog="Start with: dapo train experiment=demo",
+)
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        help="Hydra overrides, such as experiment=demo update.lr=1e-4", metavar="KEY=VALUE"
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="One JSON document instead of a table.")]
+Run = Annotated[str, typer.Argument(help="A run's name, or its directory.", metavar="RUN")]
+
+
+def main() -> None:
+    """Run the command; a mendable error is one message without a traceback, and exit code 2."""
+    try:
+        app()
+    except MENDABLE as error:
+        err.print(f"[bold red]error:[/] {error}", highlight=False, markup=True)
+        sys.exit(2)
+
+
+@app.command()
+def train(
+    overrides: Overrides = None,
+    force: Annotated[
+        bool, typer.Option(help="Rebuild artifacts of other settings instead of refusing them.")
+    ] = False,
+    direct: Annotated[bool, typer.Option(help="Without Prefect.")] = False,
+) -> None:
+    """Train, or go on where a run stopped: what is on disk already is served.
+
+    Example: dapo train experiment=demo schedule.steps=40
+    """
+    from pipeline import loop, summary
+    from pipeline.config import composed, parse
+
+    text = composed(overrides or [])
+    config = parse(text)
+    with _progress():
+        if direct:
+            with loop.opened(text, force=force) as (config, run):
+                evaluation = loop.train(
+                    config, loop.plainly(run), stepped=lambda step: _say(summary.line(step))
+                )
+            _say(f"held-out {summary.accuracy(evaluation):.3f}  {config.directory}")
+        else:
+            _say("starting Prefect …")
+            from pipeline import flows
+
+            flows.train(overrides=overrides or [], force=force)
+
+
+@app.command()
+def rerun(
+    run: Annotated[str, typer.Option(help="The run's name or directory.")],
+    step: Annotated[int, typer.Option(help="0 for what came before the first step.")],
+    stage: Annotated[str, typer.Option(help=", ".join(runner.STAGES))],
+    overrides: Overrides = None,
+    round: Annotated[int | None, typer.Option(help="Default: the step's last.")] = None,
+    replace: Annotated[
+        bool, typer.Option(help="Put it in the original's place instead of aside.")
+    ] = False,
+    to: Annotated[Path | None, typer.Option("--out", help="Where to, instead of beside.")] = None,
+) -> None:
+    """Rebuild one artifact of a run on the inputs that it was made from, with other settings.
+
+    Example: dapo rerun --run demo --step 3 --stage score score.overlong_factor=0.5
+    """
+    from pipeline import artifacts, runs
+    from pipeline.rerun import Rerun
+
+    directory = runs.find(run)
+    with artifacts.locked(directory), _progress():
+        again = Rerun.of(directory, step=step, stage=stage, round=round, overrides=overrides or [])
+        made = again.build(out=to, replace=replace)
+        _describe(made)
+        if replace and (stale := runs.stale_below(directory, made)):
+            _say(
+                "stale now, until `dapo train … --force` rebuilds them:\n  "
+                + "\n  ".join(str(path.relative_to(directory)) for path in stale)
+            )
+
+
+@app.command()
+def config(overrides: Overrides = None) -> None:
+    """Print the whole resolved configuration as YAML.
+
+    Example: dapo config experiment=dapo_math_32b
+    """
+    from pipeline.config import composed, resolved
+
+    sys.stdout.write(resolved(composed(overrides or [])))
+
+
+@app.command()
+def ls(
+    run: Annotated[str | None, typer.Argument(metavar="[RUN]")] = None, json_: Json = False
+) -> None:
+    """List the runs, or the artifacts of one run with their states.
+
+    Example: dapo ls demo
+    """
+    from pipeline import runs
+
+    if run is None:
+        _table("run steps artifacts seconds directory", runs.overview(), as_json=json_)
+        return
+    rows = runs.entries(runs.find(run))
+    if json_:
+        print(json.dumps(rows, indent=1))
+        return
+    shown = [
+        {
+            **row,
+            "rows": " ".join(f"{table} {count}" for table, count in row["rows"].items()),
+            "metrics": " ".join(_metric(name, value) for name, value in row["metrics"].items()),
+        }
+        for row in rows
+    ]
+    _table("place state rows seconds metrics", shown, as_json=False)
+
+
+@app.command()
+def show(
+    path: Annotated[Path, typer.Argument(help="An artifact, a table in it, or a Parquet file.")],
+    rows: Annotated[int, typer.Option(min=0, help="Rows of each table to show.")] = 5,
+    json_: Json = False,
+) -> None:
+    """Show an artifact: its record, and the schema and first rows of its tables.
+
+    Example: dapo show data/runs/demo/step_0001/round_0/score
+    """
+    from pipeline import runs
+
+    shown = runs.contents(path, rows=rows)
+    if json_:
+        print(json.dumps(shown, indent=1, default=str))
+        return
+    if shown["record"]:
+        out.print_json(json.dumps(shown["record"]))
+    for name, table in shown["tables"].items():
+        out.print(f"[bold]{name}[/]  {table['count']} rows")
+        _table(" ".join(table["schema"]), table["rows"], as_json=False, types=table["schema"])
+
+
+@app.command()
+def verify(run: Run, json_: Json = False) -> None:
+    """Check a run in full: every hash, every input, and that no row was lost or invented.
+
+    Example: dapo verify demo
+    """
+    from pipeline import runs
+
+    count, problems = runs.verify(runs.find(run))
+    if json_:
+        print(json.dumps({"artifacts": count, "problems": problems}, indent=1))
+    else:
+        for problem in problems:
+            out.print(problem, highlight=False, soft_wrap=True)
+        out.print(f"{count} artifacts, {len(problems)} problems")
+    if problems:
+        raise typer.Exit(1)
+
+
+def _stage_command(stage: str) -> None:
+    """Add `dapo <stage>`: its options are the inputs that the stage's `run` declares."""
+    inputs = runner.stage_inputs(stage)
+
+    def command(out: Path, overrides: list[str] | None = None, **paths: Any) -> None:
+        from pipeline.config import load
+
+        settings = load(overrides or [])
+        given = {
+            name: [Path(p).absolute() for p in value]
+            if isinstance(value, list)
+            else value and value.absolute()
+            for name, value in paths.items()
+        }
+        with _progress(), runner.Runner(settings.machine) as run:
+            made, served = run.run(
+                stage, out=out.absolute(), config=getattr(settings, stage), inputs=given
+            )
+        _describe(made, served=served)
+        if stage == "update" and not made.metrics["optimizer_steps"]:
+            _say("nothing to train on: no response of the batch carries a token; weights unchanged")
+            raise typer.Exit(NOTHING_TRAINED)
+
+    def parameter(name: str, kind: Any, default: Any) -> inspect.Parameter:
+        return inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind
+        )
+
+    example = " ".join(f"--{i.name} PATH" for i in inputs if i.required)
+    command.__doc__ = f"""{runner.purpose(stage)}
+
+    Example: dapo {stage} {example} --out DIR
+    """
+    command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [
+            *(
+                parameter(
+                    i.name,
+                    Annotated[
+                        list[Path] if i.several else Path if i.required else Path | None,
+                        typer.Option(f"--{i.name}", help="Once per round." if i.several else None),
+                    ],
+                    inspect.Parameter.empty if i.required else None,
+                )
+                for i in inputs
+            ),
+            parameter(
+                "out",
+                Annotated[Path, typer.Option(help="Must not exist.")],
+                inspect.Parameter.empty,
+            ),
+            parameter("overrides", Overrides, None),
+        ]
+    )
+    app.command(stage, rich_help_panel="Stages, each on saved data and without Prefect")(command)
+
+
+for _stage in runner.STAGES:
+    _stage_command(_stage)
+
+
+@contextmanager
+def _progress() -> Iterator[None]:
+    """A bar for whatever reports progress; nothing where nobody watches."""
+    if not err.is_terminal:
+        yield
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=err,
+        transient=True,
+    ) as bar:
+        task = bar.add_task("", total=None)
+
+        def listen(done: int, total: int, note: str) -> None:
+            bar.update(task, completed=done, total=total, description=note)
+
+        token = progress.listener.set(listen)
+        try:
+            yield
+        finally:
+            progress.listener.reset(token)
+
+
+def _say(text: str) -> None:
+    out.print(text, highlight=False, soft_wrap=True, markup=False)
+
+
+def _describe(made: Any, *, served: bool = False) -> None:
+    metrics = "  ".join(_metric(name, value) for name, value in made.metrics.items())
+    _say(f"{'served' if served else 'built'} {made.path}\n{metrics}")
+
+
+def _metric(name: str, value: Any) -> str:
+    return f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+
+
+def _table(
+    columns: str, rows: list[dict[str, Any]], *, as_json: bool, types: dict[str, str] | None = None
+) -> None:
+    if as_json:
+        print(json.dumps(rows, indent=1))
+        return
+    table = Table(header_style="bold")
+    for name in columns.split():
+        table.add_column(f"{name}\n[dim]{types[name]}[/]" if types else name, overflow="fold")
+    for row in rows:
+        table.add_row(*(_cell(row[name]) for name in columns.split()))
+    out.print(table)
+
+
+def _cell(value: Any) -> str:
+    text = f"{value:.3f}" if isinstance(value, float) else str(value)
+    return text if len(text) <= 120 else f"{text[:117]}…"

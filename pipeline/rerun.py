@@ -1,0 +1,79 @@
+"""Rebuild one artifact of a run on the very inputs that it was made from."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Self
+
+from pipeline import artifacts
+from pipeline.artifacts import Artifact
+from pipeline.config import RunConfig, parse
+from pipeline.loop import CONFIG
+from pipeline.runner import Runner
+from stages.errors import InputError
+from stages.settings import Settings
+
+
+@dataclass(frozen=True)
+class Rerun:
+    """The artifact to rebuild, and the settings to rebuild it with."""
+
+    original: Artifact
+    config: Settings
+    run: RunConfig
+    altered: bool
+
+    @classmethod
+    def of(
+        cls, run: Path, *, step: int, stage: str, round: int | None, overrides: Sequence[str]
+    ) -> Self:
+        """Find the artifact and apply `overrides` to the settings that it was made with.
+
+        Raises `InputError` if it does not exist, or if an override is another stage's business.
+        """
+        original = artifacts.load_unchanged(_place(run, step=step, stage=stage, round=round))
+        text = (run / CONFIG).read_text()
+        before, after = parse(text).stage_settings(), parse(text, overrides).stage_settings()
+        changed = {key: after[key] for key in after if after[key] != before[key]}
+        key = original.path.name if stage == "prompts" else stage
+        if foreign := [name for name in changed if not name.startswith(f"{key}.")]:
+            raise InputError(f"{foreign[0]} does not concern {stage}; rerun that stage instead")
+        settings = original.recipe.config | {
+            name.removeprefix(f"{key}."): value for name, value in changed.items()
+        }
+        kind = type(getattr(parse(text), key))
+        return cls(original, kind(**settings), parse(text), altered=bool(changed))
+
+    def build(self, *, out: Path | None, replace: bool) -> Artifact:
+        """Build it at `out`, in the original's place, or beside it as the next variant."""
+        original = self.original
+        target = original.path if replace else out.absolute() if out else _variant(original.path)
+        with Runner(self.run.machine) as runner:
+            return runner.build(
+                original.stage,
+                out=target,
+                config=self.config,
+                inputs=original.sources,
+                replace=replace,
+                pinned=replace and self.altered,
+            )
+
+
+def _place(run: Path, *, step: int, stage: str, round: int | None) -> Path:
+    directory = run / f"step_{step:04d}"
+    rounds = sorted(directory.glob(f"round_*/{stage}"), key=lambda path: path.parent.name)
+    if rounds and round is None:
+        return rounds[-1]
+    candidates = [directory / f"round_{round or 0}" / stage, directory / stage, run / stage]
+    for path in candidates:
+        if path.exists():
+            return path
+    raise InputError(
+        f"there is no {stage} in {directory}; `dapo ls {run.name}` shows what there is"
+    )
+
+
+def _variant(original: Path) -> Path:
+    paths = (original.parent / f"{original.name}.variant-{number}" for number in count(1))
+    return next(path for path in paths if not path.exists())

@@ -1,0 +1,119 @@
+"""What a person wants to know of a step: one line for the terminal, a page for the Prefect UI."""
+
+from typing import Any
+
+import polars as pl
+
+from pipeline.artifacts import Artifact
+from pipeline.loop import Step
+from stages import tables
+
+SAMPLES = 8
+
+
+def line(step: Step) -> str:
+    """One step in one line."""
+    n = numbers(step)
+    evaluated = f"  held-out {accuracy(step.evaluation):.3f}" if step.evaluation else ""
+    return (
+        f"step {step.number:4d}  acc {n['acc']:.3f}  reward {n['reward']:+.3f}  "
+        f"length {n['length']:.1f}  truncated {n['truncated']:.3f}  "
+        f"kept {n['kept']}/{n['groups']}  entropy {n['entropy']:.3f}  "
+        f"clip {n['clip_fraction_low']:.4f}/{n['clip_fraction_high']:.4f}  "
+        f"{seconds(step)['total']:.1f} s{evaluated}"
+    )
+
+
+def numbers(step: Step) -> dict[str, float]:
+    """The step's figures: its rollouts' means over all rounds, the last filter's and the update's."""
+    weights = [rollout.metrics["responses"] for rollout in step.rollouts]
+
+    def mean(found: list[Artifact], name: str) -> float:
+        values = [artifact.metrics[name] for artifact in found]
+        pairs = [(v, w) for v, w in zip(values, weights, strict=True) if v is not None]
+        return sum(v * w for v, w in pairs) / max(sum(w for _, w in pairs), 1)
+
+    return {
+        "acc": mean(step.scores, "acc"),
+        "reward": mean(step.scores, "reward"),
+        "length": mean(step.rollouts, "length_mean"),
+        "truncated": mean(step.rollouts, "truncated"),
+        "rounds": len(step.rollouts),
+        **step.filters[-1].metrics,
+        **{name: number(value) for name, value in step.update.metrics.items()},
+    }
+
+
+def accuracy(evaluation: Artifact) -> float:
+    """avg@k of an evaluation."""
+    return next(
+        number(value) for name, value in evaluation.metrics.items() if name.startswith("avg@")
+    )
+
+
+def seconds(step: Step) -> dict[str, float]:
+    """Seconds per stage, as their records say; what was served had its time when it was built."""
+    stages = {
+        "select": step.selections,
+        "rollout": step.rollouts,
+        "score": step.scores,
+        "filter": step.filters,
+        "update": [step.update],
+        "evaluate": [step.evaluation] if step.evaluation else [],
+    }
+    spent = {name: sum(a.record["seconds"] for a in found) for name, found in stages.items()}
+    return spent | {"total": sum(spent.values())}
+
+
+def markdown(step: Step) -> str:
+    """The step as a page: figures, decisions by reason, seconds per stage."""
+    n = numbers(step)
+    reasons = {k.removeprefix("reason/"): v for k, v in n.items() if k.startswith("reason/")}
+    figures = {
+        "accuracy of the samples": f"{n['acc']:.3f}",
+        "held-out accuracy": f"{accuracy(step.evaluation):.3f}" if step.evaluation else "–",
+        "reward": f"{n['reward']:+.3f}",
+        "length, tokens": f"{n['length']:.1f}",
+        "truncated": f"{n['truncated']:.1%}",
+        "groups kept / dropped / carried": f"{n['kept']} / {n['dropped']} / {n['carried']}",
+        "rounds": f"{n['rounds']}",
+        "entropy, nats": f"{n['entropy']:.4f}",
+        "clipped low / high": f"{n['clip_fraction_low']:.2%} / {n['clip_fraction_high']:.2%}",
+        "sampler − trainer log-prob, mean / max": f"{n['gap_mean']:.1e} / {n['gap_max']:.1e}",
+    }
+    return "\n\n".join(
+        [
+            f"# Step {step.number}",
+            _table(("figure", "value"), figures),
+            _table(("not kept because", "groups"), reasons),
+            _table(("stage", "seconds"), {k: f"{v:.2f}" for k, v in seconds(step).items()}),
+            f"`{step.update.path}`",
+        ]
+    )
+
+
+def samples(step: Step) -> list[dict[str, Any]]:
+    """The first responses of the first round, with verdict and reward."""
+    columns = ("response_id", "prompt_id", "text", "length", "finish_reason")
+    scores = tables.scan(step.scores[0].path, "scores")
+    return (
+        tables.scan(step.rollouts[0].path, "rollouts")
+        .select(columns)
+        .join(scores.select("response_id", "verdict", "reward"), on="response_id")
+        .sort("response_id")
+        .gather_every(5)
+        .head(SAMPLES)
+        .with_columns(pl.col("reward").cast(pl.Float64).round(3))
+        .collect()
+        .to_dicts()
+    )
+
+
+def number(value: float | None) -> float:
+    """A metric back from its record, where NaN is written as null."""
+    return float("nan") if value is None else value
+
+
+def _table(head: tuple[str, str], rows: dict[str, Any]) -> str:
+    lines = [f"| {head[0]} | {head[1]} |", "|---|---:|"]
+    return "\n".join([*lines, *(f"| {name} | {value} |" for name, value in rows.items())])

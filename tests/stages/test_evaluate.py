@@ -1,0 +1,130 @@
+"""avg@k on held-out prompts, with every sample kept and the same random numbers each time."""
+
+from pathlib import Path
+
+import polars as pl
+import pytest
+from conftest import CPU, fresh, rows, save
+
+from stages import engines, evaluate, tables
+from stages import policy as policies
+from stages.engines import Request, Response
+from stages.errors import InputError
+from stages.evaluate import Config
+
+CONFIG = Config(engine="hf", n=4, max_tokens=16, context=64)
+ASKED = (
+    {"prompt_id": "b", "prompt": "3+5-2", "answer": "6", "meta": '{"level": 3}'},
+    {"prompt_id": "a", "prompt": "1+2+3", "answer": "6"},
+    {"prompt_id": "empty", "prompt": ""},
+)
+
+
+class Scripted:
+    """An engine that answers 6, 7 or nothing, in a fixed turn."""
+
+    def load(self, path: Path) -> None:
+        self.tokenizer = policies.tokenizer(path)
+
+    def generate(
+        self, requests: list[Request], *, temperature: float, top_p: float
+    ) -> list[Response]:
+        turn = ("Answer: 6", "Answer: 7", "Answer: 6", "hm", "Answer: 6", "hm", "hm")
+        ids = [self.tokenizer.encode(turn[i % len(turn)]) for i in range(len(requests))]
+        # the fifth has the right number, but was cut off
+        reasons = ["length" if i == 4 else "stop" for i in range(len(requests))]
+        return [
+            Response(ids, [-0.5] * len(ids), reason)
+            for ids, reason in zip(ids, reasons, strict=True)
+        ]
+
+    def close(self) -> None: ...
+
+
+def run(
+    tmp_path: Path, policy: Path, *asked: dict[str, object], config: Config = CONFIG
+) -> tuple[Path, dict[str, float]]:
+    out = fresh(tmp_path)
+    prompts = save(fresh(tmp_path), "prompts", rows("prompts", *asked or ASKED))
+    return out, evaluate.run(prompts=prompts, policy=policy, out=out, config=config, machine=CPU)
+
+
+@pytest.fixture
+def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "resident", lambda *_, **__: Scripted())
+
+
+def test_avg_at_k_is_the_mean_of_the_samples(
+    scripted: None, policy: Path, tmp_path: Path
+) -> None:
+    out, metrics = run(tmp_path, policy)
+    acc = tables.read(out, "samples").select("prompt_id", "acc").rows()
+    assert acc[:4] == [("a", 1), ("a", 0), ("a", 1), ("a", 0)]
+    assert acc[4:] == [("b", 0), ("b", 0), ("b", 0), ("b", 1)]
+    assert metrics["avg@4"] == 3 / 8
+    assert metrics["truncated"] == 1 / 8
+    assert metrics["prompts"] == 2
+
+
+def test_every_prompt_has_its_row_of_numbers(scripted: None, policy: Path, tmp_path: Path) -> None:
+    out, _ = run(tmp_path, policy)
+    assert tables.read(out, "evaluations").rows(named=True) == [
+        {"prompt_id": "a", "task": "arithmetic", "meta": None, "n": 4}
+        | {"acc_mean": 0.5, "length_mean": 7.25, "truncated_mean": 0.0},
+        {"prompt_id": "b", "task": "arithmetic", "meta": '{"level": 3}', "n": 4}
+        | {"acc_mean": 0.25, "length_mean": 5.5, "truncated_mean": 0.25},
+    ]
+
+
+def test_an_unscorable_answer_is_not_counted_as_wrong(
+    scripted: None, policy: Path, tmp_path: Path
+) -> None:
+    out, metrics = run(tmp_path, policy, ASKED[1], {"prompt_id": "c", "answer": "many"})
+    means = tables.read(out, "evaluations").select("prompt_id", "acc_mean").rows()
+    # the sample that was cut off is wrong whatever the answer is
+    assert means == [("a", 0.5), ("c", 0.0)]
+    verdicts = tables.read(out, "samples")["verdict"].to_list()[4:]
+    assert verdicts == ["truncated", *["unscorable"] * 3]
+    assert metrics["avg@4"] == 0.25
+
+
+def test_skipped_prompts_are_recorded_by_name(policy: Path, tmp_path: Path) -> None:
+    out, metrics = run(tmp_path, policy)
+    assert tables.read(out, "skipped").select("prompt_id", "reason").rows() == [
+        ("empty", "empty")
+    ]
+    assert metrics["skipped"] == 1
+    assert tables.read(out, "evaluations")["prompt_id"].to_list() == ["a", "b"]
+
+
+def test_the_same_policy_twice_gives_the_same_bytes_whatever_the_order_of_the_prompts(
+    policy: Path, tmp_path: Path
+) -> None:
+    once, first = run(tmp_path, policy)
+    again, second = run(tmp_path, policy, *ASKED[::-1])
+    assert first == second
+    for table in ("samples", "skipped", "evaluations"):
+        left, right = (out / table / "part-00000.parquet" for out in (once, again))
+        assert left.read_bytes() == right.read_bytes()
+
+
+def test_all_samples_are_kept_with_their_tokens(policy: Path, tmp_path: Path) -> None:
+    samples = tables.read(run(tmp_path, policy)[0], "samples")
+    assert len(samples) == 8
+    assert samples["response_ids"].list.len().to_list() == samples["length"].to_list()
+    assert samples.filter(pl.col("verdict").is_null()).is_empty()
+
+
+def test_a_smaller_nucleus_is_allowed_here(policy: Path, tmp_path: Path) -> None:
+    _, metrics = run(tmp_path, policy, config=CONFIG.model_copy(update={"top_p": 0.7}))
+    assert metrics["prompts"] == 2
+
+
+def test_no_usable_prompt_ends_the_stage(policy: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="none of the 1 prompts"):
+        run(tmp_path, policy, ASKED[2])
+
+
+def test_a_prompt_id_that_occurs_twice_is_refused(policy: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="'b' occurs more than once"):
+        run(tmp_path, policy, ASKED[0], ASKED[0])

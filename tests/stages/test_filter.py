@@ -1,0 +1,384 @@
+"""Dynamic sampling on raw accuracy: every group is kept, dropped or carried, by name."""
+
+import json
+import math
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import polars as pl
+import pytest
+from conftest import CPU, VECTORS, fresh, groups, save
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from polars.testing import assert_frame_equal
+from pydantic import ValidationError
+
+from stages import filter as stage
+from stages import tables
+from stages.errors import InputError
+from stages.filter import Config
+
+Round = tuple[pl.DataFrame, pl.DataFrame]
+MIXED, RIGHT, WRONG = (1, 0), (1, 1), (0, 0)
+
+
+class Outcome:
+    """What a run wrote and returned."""
+
+    def __init__(self, out: Path, metrics: dict[str, float]) -> None:
+        self.out, self.metrics = out, metrics
+        self.groups, self.batch, self.carried = (
+            tables.read(out, table) for table in ("groups", "batch", "carried")
+        )
+
+    def decisions(self) -> dict[str, tuple[str, str | None]]:
+        columns = self.groups.select("group_id", "decision", "reason")
+        return {group: (decision, reason) for group, decision, reason in columns.iter_rows()}
+
+    def of(self, decision: str) -> set[str]:
+        return set(self.groups.filter(decision=decision)["group_id"])
+
+
+def run(
+    parent: Path,
+    *rounds: Round,
+    carried: Path | None = None,
+    shards: int = 1,
+    **config: object,
+) -> Outcome:
+    out = fresh(parent)
+    metrics = stage.run(
+        rollouts=[save(fresh(parent), "rollouts", one, shards=shards) for one, _ in rounds],
+        scores=[save(fresh(parent), "scores", one, shards=shards) for _, one in rounds],
+        carried=carried,
+        out=out,
+        config=Config(**config),
+        machine=CPU,
+    )
+    return Outcome(out, metrics)
+
+
+def shaped(one: Round, penalties: Sequence[float]) -> Round:
+    """The same accuracies, with the rewards of responses of unequal lengths."""
+    rollouts, scores = one
+    penalty = pl.Series(penalties, dtype=pl.Float32)
+    return rollouts, scores.with_columns(penalty=penalty, reward=pl.col("acc") + penalty)
+
+
+def case_lines(name: str) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (VECTORS / name).read_text().splitlines()]
+
+
+# --- which groups teach something ---------------------------------------------------------------
+
+
+def test_only_groups_of_right_and_wrong_are_kept(tmp_path: Path) -> None:
+    outcome = run(tmp_path, groups(a=RIGHT, b=WRONG, c=MIXED))
+    assert outcome.decisions() == {
+        "a": ("dropped", "all_right"),
+        "b": ("dropped", "all_wrong"),
+        "c": ("kept", None),
+    }
+    assert outcome.batch["group_id"].to_list() == ["c", "c"]
+
+
+def test_unequal_lengths_do_not_save_a_group_that_is_all_wrong_or_all_right(
+    tmp_path: Path,
+) -> None:
+    penalties = [0, -0.5, -1, 0, -0.25, -0.125]
+    outcome = run(tmp_path, shaped(groups(a=WRONG, b=RIGHT, c=MIXED), penalties))
+    assert outcome.of("kept") == {"c"}
+    a = outcome.groups.filter(group_id="a").row(0, named=True)
+    assert a["reward_std"] > 0  # the shaped reward did differ
+
+
+def test_grouping_goes_by_id_not_by_position(tmp_path: Path) -> None:
+    lines = case_lines("interleaved_groups.jsonl")
+    by_group: dict[str, list[float]] = {}
+    for line in lines:
+        by_group.setdefault(line["group_id"], []).append(line["acc"])
+    rollouts, scores = groups(**by_group)
+    order = [f"{line['group_id']}n{i // 2 % 2}" for i, line in enumerate(lines)]
+    interleaved = pl.DataFrame({"response_id": order})
+    rollouts = interleaved.join(rollouts, on="response_id", maintain_order="left")
+    outcome = run(tmp_path, (rollouts, scores))
+    assert outcome.of("kept") == {"P3", "P4"}
+    assert outcome.of("dropped") == {"P1", "P2"}
+
+
+def test_prompts_of_equal_text_stay_groups_of_their_own(tmp_path: Path) -> None:
+    first, second, *_ = case_lines("prompts_dup.jsonl")
+    assert first["prompt"] == second["prompt"]
+    accs = {first["prompt_id"]: [1] * 4, second["prompt_id"]: [0] * 4}
+    outcome = run(tmp_path, groups(**accs))
+    assert outcome.decisions() == {"q1": ("dropped", "all_right"), "q2": ("dropped", "all_wrong")}
+
+
+@pytest.mark.parametrize("case", case_lines("zero_variance.jsonl"), ids=lambda case: case["group"])
+def test_equal_values_are_dropped_and_different_ones_kept_however_close(
+    case: dict[str, list[float]], tmp_path: Path
+) -> None:
+    outcome = run(tmp_path, groups(g=case["metric"]))
+    assert outcome.of("kept") == ({"g"} if case["keep"] else set())
+    assert all(abs(advantage) < 3 for advantage in outcome.batch["advantage"])
+    if "advantage" in case:  # float32 keeps 1.00001 - 1 to within 1 %
+        assert outcome.batch["advantage"].to_list() == pytest.approx(case["advantage"], abs=1e-2)
+
+
+def test_groups_of_one_are_too_small_and_lost_samples_are_counted(tmp_path: Path) -> None:
+    outcome = run(tmp_path, groups(one=[1], two=[1, 0], three=[0, 1, 0], four=[1, 0, 0, 1]))
+    assert outcome.decisions()["one"] == ("dropped", "too_small")
+    assert outcome.of("kept") == {"two", "three", "four"}
+    assert outcome.batch["advantage"].is_finite().all()
+    assert outcome.metrics["reason/too_small"] == 1
+    assert outcome.metrics["incomplete"] == 3
+
+
+def test_unscored_responses_leave_the_baseline_and_have_no_advantage(tmp_path: Path) -> None:
+    outcome = run(tmp_path, groups(g=[1, 0, None, None]))
+    half = math.sqrt(0.5)
+    assert outcome.batch["advantage"].to_list() == pytest.approx([half, -half, 0, 0], abs=1e-5)
+    assert outcome.groups.select("n", "n_scored", "acc_mean").row(0) == (4, 2, 0.5)
+
+
+def test_a_group_with_fewer_than_two_scored_responses_is_dropped(tmp_path: Path) -> None:
+    outcome = run(tmp_path, groups(a=[None, None], b=[1, None], c=[0, None]))
+    assert outcome.decisions() == {
+        "a": ("dropped", "unscored"),
+        "b": ("dropped", "too_small"),
+        "c": ("dropped", "too_small"),
+    }
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("column", ["acc", "reward"])
+def test_a_score_that_is_no_number_counts_as_unscored(
+    column: str, value: float, tmp_path: Path
+) -> None:
+    rollouts, scores = groups(a=[1, 1], b=[1, 0, 1])
+    broken = pl.col("response_id").is_in(["an1", "bn2"])
+    scores = scores.with_columns(pl.when(broken).then(value).otherwise(column).alias(column))
+    outcome = run(tmp_path, (rollouts, scores))
+    assert outcome.decisions() == {"a": ("dropped", "too_small"), "b": ("kept", None)}
+    assert outcome.batch["acc"].to_list() == [1, 0, None]
+    assert outcome.batch["reward"].to_list() == [1, 0, None]
+    assert outcome.batch["advantage"].is_finite().all()
+
+
+def test_without_dynamic_sampling_every_group_with_a_baseline_is_kept(tmp_path: Path) -> None:
+    outcome = run(
+        tmp_path, groups(a=RIGHT, b=WRONG, c=MIXED, d=[1], e=[None] * 2), dynamic_sampling=False
+    )
+    assert outcome.of("kept") == {"a", "b", "c"}
+    even = outcome.batch.filter(pl.col("group_id") != "c")["advantage"]
+    assert even.to_list() == [0, 0, 0, 0]
+
+
+def test_advantages_are_centred_and_scaled_within_the_group(tmp_path: Path) -> None:
+    one = shaped(groups(a=MIXED, b=[0, 0, 1]), [0, 0, -0.5, 0, 0])
+    batch = run(tmp_path, one).batch
+    assert batch["advantage"].to_list() == pytest.approx(
+        # rewards 1, 0; then -0.5, 0, 1 with mean 1/6 and variance 7/12
+        [0.7071, -0.7071, -0.8729, -0.2182, 1.0911],
+        abs=1e-4,
+    )
+    centred = run(tmp_path, one, scale="none").batch["advantage"].to_list()
+    assert centred == pytest.approx([0.5, -0.5, -2 / 3, -1 / 6, 5 / 6])
+
+
+# --- the batch, the surplus, and those that waited ----------------------------------------------
+
+
+def test_the_surplus_is_carried_and_goes_first_next_time(tmp_path: Path) -> None:
+    first = run(tmp_path, groups(s1g0=MIXED, s1g1=MIXED, s1g2=MIXED), batch_groups=2)
+    assert first.of("kept") == {"s1g0", "s1g1"}
+    assert first.decisions()["s1g2"] == ("carried", "surplus")
+    assert first.carried["age"].to_list() == [0, 0]
+
+    second = run(tmp_path, groups(s0g0=MIXED, s0g1=MIXED), carried=first.out, batch_groups=2)
+    assert second.of("kept") == {"s1g2", "s0g0"}
+    ages = dict(second.batch.select("group_id", "age").iter_rows())
+    assert ages == {"s1g2": 1, "s0g0": 0}
+    assert second.of("carried") == {"s0g1"}
+
+
+def test_a_carried_group_trains_once(tmp_path: Path) -> None:
+    steps: list[Outcome] = []
+    for step in range(4):
+        names = {f"s{step}g{i}": MIXED for i in range(2 if step == 0 else 1)}
+        before = steps[-1].out if steps else None
+        steps.append(run(tmp_path, groups(**names), carried=before, batch_groups=1))
+    trained = [group for step in steps for group in step.batch["group_id"].unique()]
+    assert trained == ["s0g0", "s0g1", "s1g0", "s2g0"]
+
+
+def test_a_group_that_waited_too_long_is_dropped_by_name(tmp_path: Path) -> None:
+    first = run(tmp_path, groups(a=MIXED, b=MIXED), batch_groups=1, max_age=1)
+    second = run(tmp_path, groups(), carried=first.out, batch_groups=1, max_age=0)
+    assert second.decisions() == {"b": ("dropped", "stale")}
+    assert second.batch.is_empty()
+
+
+def test_surplus_that_may_wait_no_longer_is_dropped_as_surplus(tmp_path: Path) -> None:
+    first = run(tmp_path, groups(a=MIXED, b=MIXED, c=MIXED), batch_groups=1)
+    second = run(tmp_path, groups(d=MIXED), carried=first.out, batch_groups=1)
+    assert second.decisions() == {
+        "b": ("kept", None),
+        "c": ("dropped", "surplus"),
+        "d": ("carried", "surplus"),
+    }
+
+
+def test_older_groups_go_before_younger_ones(tmp_path: Path) -> None:
+    first = run(tmp_path, groups(x=MIXED, y=MIXED, z=MIXED), batch_groups=1, max_age=5)
+    second = run(tmp_path, groups(a=MIXED), carried=first.out, batch_groups=1, max_age=5)
+    third = run(tmp_path, groups(), carried=second.out, batch_groups=1, max_age=5)
+    assert [outcome.of("kept") for outcome in (first, second, third)] == [{"x"}, {"y"}, {"z"}]
+    assert third.groups.select("group_id", "age").rows() == [("z", 2), ("a", 1)]
+
+
+def test_with_no_age_allowed_the_surplus_is_dropped_by_name(tmp_path: Path) -> None:
+    outcome = run(tmp_path, groups(a=MIXED, b=MIXED), batch_groups=1, max_age=0)
+    assert outcome.decisions()["b"] == ("dropped", "surplus")
+    assert outcome.carried.is_empty()
+
+
+def test_a_carried_group_keeps_the_policy_that_sampled_it(tmp_path: Path) -> None:
+    first = run(tmp_path, groups(a=MIXED, b=MIXED), batch_groups=1)
+    rollouts, scores = groups(c=MIXED)
+    new = (rollouts.with_columns(policy=pl.lit("new")), scores)
+    second = run(tmp_path, new, carried=first.out)
+    assert dict(second.batch.select("group_id", "policy").iter_rows()) == {"b": "base", "c": "new"}
+
+
+@pytest.mark.xfail(reason="filter does not yet compare carried ids with fresh ones", strict=True)
+def test_a_group_may_not_be_both_fresh_and_carried(tmp_path: Path) -> None:
+    first = run(tmp_path, groups(a=MIXED, b=MIXED), batch_groups=1)
+    with pytest.raises(InputError, match="'bn0'"):
+        run(tmp_path, groups(b=MIXED), carried=first.out)
+
+
+def test_the_metrics_account_for_every_group(tmp_path: Path) -> None:
+    outcome = run(
+        tmp_path, groups(a=RIGHT, b=MIXED), groups(c=WRONG, d=MIXED, e=MIXED), batch_groups=2
+    )
+    assert outcome.metrics == {
+        "groups": 5,
+        "kept": 2,
+        "dropped": 2,
+        "carried": 1,
+        "short": 0,
+        "informative": 3,
+        "incomplete": 0,
+        "reason/all_right": 1,
+        "reason/all_wrong": 1,
+        "reason/surplus": 1,
+        "batch_rows": 4,
+    }
+
+
+def test_a_short_batch_says_how_many_groups_it_lacks(tmp_path: Path) -> None:
+    outcome = run(tmp_path, groups(a=RIGHT, b=MIXED), batch_groups=4)
+    assert outcome.metrics["short"] == 3
+
+
+def test_an_empty_batch_keeps_its_schema(tmp_path: Path) -> None:
+    outcome = run(tmp_path, groups(a=RIGHT))
+    assert outcome.batch.is_empty()
+    assert outcome.batch.schema == tables.polars_schema("batch")
+    assert outcome.carried.schema == tables.polars_schema("carried")
+
+
+# --- order and conservation ---------------------------------------------------------------------
+
+group_values = st.lists(st.sampled_from([0.0, 1.0, None]), min_size=1, max_size=5)
+any_groups = st.lists(group_values, min_size=1, max_size=10).map(
+    lambda many: {f"g{i}": values for i, values in enumerate(many)}
+)
+
+
+def with_uneven_rewards(one: Round) -> Round:
+    """Rewards whose sums depend on the order of adding in the last bit."""
+    return shaped(one, [-0.1 * (i % 7) for i in range(len(one[0]))])
+
+
+def shuffled(one: Round, seed: int) -> Round:
+    rollouts, scores = one
+    return (
+        rollouts.sample(fraction=1, shuffle=True, seed=seed),
+        scores.sample(fraction=1, shuffle=True, seed=seed + 1),
+    )
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_order_of_rows_and_shards_changes_nothing(seed: int, tmp_path: Path) -> None:
+    draw = random.Random(9)
+    accs = {f"g{i:02d}": [draw.choice([0, 1, None]) for _ in range(16)] for i in range(40)}
+    one = with_uneven_rewards(groups(**accs))
+    plain = run(tmp_path, one)
+    other = run(tmp_path, shuffled(one, seed), shards=seed + 2)
+    for table in ("groups", "batch", "carried"):
+        left, right = (
+            (outcome.out / table / "part-00000.parquet").read_bytes() for outcome in (plain, other)
+        )
+        assert left == right, table
+
+
+@settings(max_examples=15, deadline=None)
+@given(accs=any_groups, batch_groups=st.integers(1, 6), cut=st.integers(0, 10))
+def test_every_group_is_accounted_for_and_the_batch_holds_the_kept_ones_whole(
+    accs: dict[str, list[float | None]], batch_groups: int, cut: int
+) -> None:
+    names = list(accs)
+    rounds = [
+        groups(**{name: accs[name] for name in part}) for part in (names[:cut], names[cut:])
+    ]
+    with TemporaryDirectory() as parent:
+        outcome = run(Path(parent), *rounds, batch_groups=batch_groups)
+        turned = run(Path(parent), *rounds[::-1], batch_groups=batch_groups)
+    assert_frame_equal(outcome.groups, turned.groups)
+    assert_frame_equal(outcome.batch, turned.batch)
+    kept, dropped, carried = (outcome.of(name) for name in ("kept", "dropped", "carried"))
+    assert len(kept) + len(dropped) + len(carried) == len(accs)
+    assert kept | dropped | carried == set(accs)
+    assert len(kept) <= batch_groups
+    assert len(outcome.batch) == sum(len(accs[name]) for name in kept)
+    assert len(outcome.carried) == sum(len(accs[name]) for name in carried)
+    assert outcome.groups["reason"].is_null().to_list() == [
+        decision == "kept" for decision in outcome.groups["decision"]
+    ]
+    assert outcome.batch["advantage"].is_finite().all()
+    for name in kept:
+        assert {0, 1} <= set(accs[name])
+
+
+# --- rows that do not fit together --------------------------------------------------------------
+
+
+def test_a_missing_score_is_named(tmp_path: Path) -> None:
+    rollouts, scores = groups(a=MIXED)
+    with pytest.raises(InputError, match="1 responses of the rollouts .* 'an1'"):
+        run(tmp_path, (rollouts, scores[:1]))
+
+
+def test_a_score_without_its_response_is_named(tmp_path: Path) -> None:
+    rollouts, scores = groups(a=MIXED)
+    with pytest.raises(InputError, match="1 responses of the scores .* 'an0'"):
+        run(tmp_path, (rollouts[1:], scores))
+
+
+def test_a_response_that_occurs_twice_is_named(tmp_path: Path) -> None:
+    one = groups(a=MIXED)
+    with pytest.raises(InputError, match="'an.' occurs more than once in the rollouts"):
+        run(tmp_path, one, one)
+    rollouts, scores = one
+    with pytest.raises(InputError, match="'an1' occurs more than once in the scores"):
+        run(tmp_path, (rollouts, pl.concat([scores, scores[1:]])))
+
+
+@pytest.mark.parametrize("config", [{"batch_groups": 0}, {"max_age": -1}, {"scale": "mad"}])
+def test_impossible_settings_are_refused(config: dict[str, object]) -> None:
+    with pytest.raises(ValidationError, match=next(iter(config))):
+        Config(**config)

@@ -1,0 +1,195 @@
+"""From prompts to samples, with the Hugging Face engine on a policy that babbles."""
+
+import json
+import shutil
+from pathlib import Path
+
+import polars as pl
+import pytest
+from conftest import CPU, forward_logprobs
+from pydantic import ValidationError
+
+from stages import policy as policies
+from stages.errors import InputError
+from stages.sampling import Sampling, sample
+
+CONFIG = Sampling(engine="hf", n=3, max_tokens=24)
+SUMS = ("3+5-2", "1+2+3+4", "3+5-2")  # two of equal text
+
+
+def asked(*contents: str) -> pl.DataFrame:
+    return pl.DataFrame(
+        {
+            "group_id": [f"g{i}" for i in range(len(contents))],
+            "prompt_id": [f"p{i}" for i in range(len(contents))],
+            "prompt": [[{"role": "user", "content": content}] for content in contents],
+        }
+    )
+
+
+def draw(policy: Path, *contents: str, **settings: object) -> pl.DataFrame:
+    config = CONFIG.model_copy(update=settings)
+    return sample(asked(*contents or SUMS), policy_path=policy, config=config, machine=CPU)[0]
+
+
+def edited(policy: Path, to: Path, **settings: object) -> Path:
+    """A copy of the policy with other settings in its generation_config.json."""
+    shutil.copytree(policy, to)
+    file = to / "generation_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+    return to
+
+
+@pytest.fixture(scope="module")
+def drawn(policy: Path) -> pl.DataFrame:
+    return draw(policy)
+
+
+def test_every_prompt_gets_n_rows_in_the_order_asked(drawn: pl.DataFrame) -> None:
+    assert drawn["group_id"].to_list() == ["g0"] * 3 + ["g1"] * 3 + ["g2"] * 3
+    assert drawn["sample"].to_list() == [0, 1, 2] * 3
+    assert drawn["response_id"].is_unique().all()
+
+
+def test_ids_and_log_probs_have_the_length_of_the_response(drawn: pl.DataFrame) -> None:
+    assert drawn["response_ids"].list.len().to_list() == drawn["length"].to_list()
+    assert drawn["sampler_logprobs"].list.len().to_list() == drawn["length"].to_list()
+    assert drawn["sampler_logprobs"].explode().is_finite().all()
+    assert drawn["length"].is_between(1, 24).all()
+
+
+def test_prompt_ids_are_the_chat_template_with_its_special_tokens_once(
+    drawn: pl.DataFrame, policy: Path
+) -> None:
+    tokenizer = policies.tokenizer(policy)
+    assert tokenizer.decode(drawn["prompt_ids"][0]) == "<user>3+5-2<assistant>"
+    assert len(drawn["prompt_ids"][0]) == len("3+5-2") + 2
+
+
+def test_a_response_that_stopped_ends_with_the_end_token_and_one_cut_off_has_none(
+    policy: Path,
+) -> None:
+    frame = draw(policy, "3+5-2", n=64)
+    (eos,) = policies.eos_ids(policy)
+    assert set(frame["finish_reason"]) == {"stop", "length"}  # or the test shows nothing
+    for ids, why in frame.select("response_ids", "finish_reason").iter_rows():
+        assert ids.count(eos) == (why == "stop")
+        assert (ids[-1] == eos) if why == "stop" else (len(ids) == 24)
+
+
+def test_the_text_is_the_response_without_special_tokens(
+    drawn: pl.DataFrame, policy: Path
+) -> None:
+    tokenizer = policies.tokenizer(policy)
+    for ids, text in drawn.select("response_ids", "text").iter_rows():
+        assert text == "".join(
+            tokenizer.decode([i]) for i in ids if i not in tokenizer.all_special_ids
+        )
+
+
+def test_the_samples_of_a_group_differ_and_so_do_equal_prompts(drawn: pl.DataFrame) -> None:
+    texts = drawn.group_by("group_id", maintain_order=True).agg("text")["text"].to_list()
+    assert all(len(set(group)) > 1 for group in texts)
+    assert texts[0] != texts[2]
+    assert drawn["seed"].is_unique().all()
+
+
+def test_one_seed_gives_the_same_rows_and_another_one_others(
+    drawn: pl.DataFrame, policy: Path
+) -> None:
+    assert draw(policy).equals(drawn)
+    other = draw(policy, seed=1)
+    assert other["response_id"].equals(drawn["response_id"])
+    assert not set(other["seed"]) & set(drawn["seed"])
+    assert other["text"].to_list() != drawn["text"].to_list()
+
+
+def test_a_seed_belongs_to_its_response_whatever_else_is_asked(
+    drawn: pl.DataFrame, policy: Path
+) -> None:
+    alone = draw(policy, "3+5-2")
+    assert alone["seed"].to_list() == drawn["seed"].to_list()[:3]
+    assert alone["seed"].is_between(0, 2**63 - 1).all()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 1.5])
+def test_log_probs_are_those_of_logits_over_temperature(temperature: float, policy: Path) -> None:
+    frame = draw(policy, temperature=temperature)
+    pairs = frame.select("prompt_ids", "response_ids").rows()
+    trainer = forward_logprobs(policy, pairs, temperature=temperature)
+    for ours, theirs in zip(frame["sampler_logprobs"].to_list(), trainer, strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-4)
+    assert frame["temperature"].to_list() == pytest.approx([temperature] * 9)
+
+
+def test_any_of_several_end_tokens_ends_a_response_and_stays_in_it(
+    policy: Path, tmp_path: Path
+) -> None:
+    tokenizer = policies.tokenizer(policy)
+    ends = [tokenizer.eos_token_id, *tokenizer.convert_tokens_to_ids(list("0123456789"))]
+    several = edited(policy, tmp_path / "several", eos_token_id=ends)
+    frame = draw(several, n=16)
+    last = frame.filter(finish_reason="stop")["response_ids"].list.last()
+    assert set(last) - {tokenizer.eos_token_id}  # some ended with a digit
+    for ids, why in frame.select("response_ids", "finish_reason").iter_rows():
+        assert not set(ids[:-1]) & set(ends)
+        assert (ids[-1] in ends) == (why == "stop")
+
+
+def test_a_response_has_room_for_what_the_context_leaves(policy: Path) -> None:
+    frame = draw(policy, "1" * 60, "3+5-2", context=64)
+    longest = frame.group_by("group_id", maintain_order=True).agg(pl.col("length").max())
+    assert longest["length"].to_list()[0] <= 2
+    assert longest["length"].to_list()[1] == 24
+
+
+def test_prompts_that_are_empty_or_fill_the_context_are_skipped_by_name(policy: Path) -> None:
+    contents = [text for text in ("1" * 8, "1" * 62, "1" * 63, "", " \n")]  # + 2 role tokens
+    config = CONFIG.model_copy(update={"context": 64, "n": 2})
+    frame, skipped = sample(asked(*contents), policy_path=policy, config=config, machine=CPU)
+    assert frame["prompt_id"].to_list() == ["p0", "p0"]
+    assert skipped.select("prompt_id", "reason").rows() == [
+        ("p1", "too_long"),
+        ("p2", "too_long"),
+        ("p3", "empty"),
+        ("p4", "empty"),
+    ]
+
+
+def test_prompts_that_are_all_unusable_end_the_stage_with_the_counts(policy: Path) -> None:
+    with pytest.raises(InputError, match=r"none of the 3 prompts .*'too_long': 2.*64 tokens") as e:
+        draw(policy, "1" * 62, "1" * 80, "", context=64)
+    assert "'empty': 1" in str(e.value)
+
+
+@pytest.mark.parametrize(
+    ("lost", "named"),
+    [
+        (("tokenizer.json",), "a tokenizer"),
+        (("model.safetensors",), "weights"),
+        (("config.json",), "config.json"),
+    ],
+)
+def test_a_policy_directory_that_lacks_something_is_refused(
+    lost: tuple[str, ...], named: str, policy: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(policy, tmp_path / "policy", ignore=shutil.ignore_patterns(*lost))
+    with pytest.raises(InputError, match=f"policy is no policy: it lacks .*{named}"):
+        draw(tmp_path / "policy")
+
+
+def test_a_policy_that_is_no_directory_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="absent is no directory"):
+        draw(tmp_path / "absent")
+
+
+def test_rows_name_the_policy_by_its_weights(drawn: pl.DataFrame, policy: Path) -> None:
+    assert set(drawn["policy"]) == {policies.digest(policy)}
+
+
+@pytest.mark.parametrize(
+    "setting", [{"n": 0}, {"temperature": 0}, {"top_p": 0}, {"top_p": 1.1}, {"max_tokens": 0}]
+)
+def test_impossible_settings_are_refused(setting: dict[str, float]) -> None:
+    with pytest.raises(ValidationError, match=next(iter(setting))):
+        Sampling(**setting)

@@ -1,0 +1,175 @@
+"""One schema per table, on every write and every read."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from conftest import VECTORS, rows, save
+from polars.testing import assert_frame_equal
+
+from stages import tables
+from stages.errors import InputError
+
+
+def example(kind: pa.DataType) -> Any:
+    if pa.types.is_list(kind):
+        return [example(kind.value_type)] * 3
+    if pa.types.is_struct(kind):
+        return {field.name: example(field.type) for field in kind}
+    return "x" if pa.types.is_string(kind) else 1
+
+
+def full_and_sparse_row(schema: pa.Schema) -> list[dict[str, Any]]:
+    full = {field.name: example(field.type) for field in schema}
+    return [full, full | {field.name: None for field in schema if field.nullable}]
+
+
+@pytest.fixture
+def shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tables that the foreign shards under vectors/ hold."""
+    text, optional = pa.string(), (pa.string(), None)
+    schemas = {
+        "pq_listnull": tables._schema("prompt_id", token_ids=tables.TOKENS),
+        "pq_int_drift": tables._schema("prompt_id", n=pa.int32(), err=optional),
+        "pq_stray": tables._schema("prompt_id", r=pa.float64()),
+        "narrow": tables._schema("key", n=pa.int32()),
+        "wide": tables._schema("key", n=pa.int64()),
+        "words": tables._schema("key", n=text),
+    }
+    for name, schema in schemas.items():
+        monkeypatch.setitem(tables.SCHEMAS, name, schema)
+
+
+@pytest.mark.parametrize("table", tables.SCHEMAS)
+@pytest.mark.parametrize("count", [2, 1, 0])
+def test_every_table_comes_back_as_it_was_written(table: str, count: int, tmp_path: Path) -> None:
+    schema = tables.SCHEMAS[table]
+    frame = pl.DataFrame(
+        full_and_sparse_row(schema)[:count], schema=tables.polars_schema(table), orient="row"
+    )
+    save(tmp_path, table, frame)
+    assert_frame_equal(tables.read(tmp_path, table), frame)
+    on_disk = pq.read_schema(tmp_path / table / "part-00000.parquet")
+    assert on_disk.equals(schema)  # the pyarrow types themselves: list<int32>, not large_list
+
+
+def test_shards_with_empty_lists_read_together_with_full_ones(
+    shards: None, tmp_path: Path
+) -> None:
+    frame = pl.DataFrame({"prompt_id": ["a", "b", "c"], "token_ids": [[], [], [1, 2, 3]]})
+    tables.write(tmp_path, "pq_listnull", frame[:2], shard=0)
+    tables.write(tmp_path, "pq_listnull", frame[2:], shard=1)
+    assert tables.read(tmp_path, "pq_listnull")["token_ids"].to_list() == [[], [], [1, 2, 3]]
+
+
+def test_shards_without_errors_read_together_with_one_that_has_some(
+    shards: None, tmp_path: Path
+) -> None:
+    frame = pl.DataFrame({"prompt_id": ["a", "b"], "n": [1, 2], "err": [None, "timeout"]})
+    tables.write(tmp_path, "pq_int_drift", frame[:1], shard=0)
+    tables.write(tmp_path, "pq_int_drift", frame[1:], shard=1)
+    assert tables.read(tmp_path, "pq_int_drift").rows() == [("a", 1, None), ("b", 2, "timeout")]
+
+
+def test_foreign_shards_of_drifting_types_are_cast_without_losing_a_value(shards: None) -> None:
+    lists = tables.read(VECTORS / "pq_listnull", "pq_listnull")
+    assert lists.rows() == [("a", []), ("b", []), ("c", [1, 2, 3])]
+    assert lists.schema["token_ids"] == pl.List(pl.Int32)
+    drift = tables.read(VECTORS / "pq_int_drift", "pq_int_drift")
+    assert drift.rows() == [("a", 1, None), ("b", 2, "timeout")]
+
+
+def test_files_that_are_not_parquet_are_not_read(shards: None) -> None:
+    assert tables.read(VECTORS / "pq_stray", "pq_stray").rows() == [("a", 1.0)]
+
+
+def test_a_truncated_parquet_file_is_named(tmp_path: Path) -> None:
+    save(tmp_path, "prompts", rows("prompts", {"prompt_id": "p"}))
+    file = tmp_path / "prompts" / "part-00000.parquet"
+    file.write_bytes(file.read_bytes()[:-20])
+    with pytest.raises(InputError, match=r"part-00000\.parquet is not a readable Parquet file"):
+        tables.scan(tmp_path, "prompts")
+
+
+def test_a_wrong_type_names_file_column_expected_and_found(shards: None, tmp_path: Path) -> None:
+    tables.write(tmp_path, "words", pl.DataFrame({"key": ["a"], "n": ["one"]}))
+    file = tmp_path / "words" / "part-00000.parquet"
+    with pytest.raises(InputError) as refused:
+        tables.scan(file, "narrow")
+    for part in (str(file), "'n'", "expected int32", "found string"):
+        assert part in str(refused.value)
+
+
+def test_numbers_are_not_taken_for_text_nor_decimals_for_integers(
+    shards: None, tmp_path: Path
+) -> None:
+    pl.DataFrame({"key": ["a"], "n": [1.5]}).write_parquet(tmp_path / "decimals.parquet")
+    for table in ("narrow", "words"):
+        with pytest.raises(InputError, match="found double"):
+            tables.scan(tmp_path / "decimals.parquet", table)
+
+
+def test_every_missing_column_is_named(tmp_path: Path) -> None:
+    pl.DataFrame({"prompt_id": ["p"], "answer": ["1"]}).write_parquet(tmp_path / "p.parquet")
+    with pytest.raises(InputError, match="'prompt' .* missing.*'task' .* missing"):
+        tables.scan(tmp_path, "prompts")
+
+
+def test_an_integer_beyond_int32_raises_rather_than_wraps(shards: None, tmp_path: Path) -> None:
+    tables.write(tmp_path, "wide", pl.DataFrame({"key": ["a", "b"], "n": [1, 2**31]}))
+    with pytest.raises(InputError, match="narrow"):
+        tables.read(tmp_path / "wide", "narrow")
+    tables.write(tmp_path, "wide", pl.DataFrame({"key": ["a", "b"], "n": [1, 2**31 - 1]}))
+    assert tables.read(tmp_path / "wide", "narrow")["n"].to_list() == [1, 2**31 - 1]
+
+
+def test_a_token_id_beyond_int32_inside_a_list_raises_too(shards: None, tmp_path: Path) -> None:
+    frame = pl.DataFrame({"prompt_id": ["a"], "token_ids": [[1, 2**31]]})
+    frame.write_parquet(tmp_path / "ids.parquet")
+    with pytest.raises(InputError, match="pq_listnull"):
+        tables.read(tmp_path, "pq_listnull")
+
+
+def test_extra_columns_and_another_order_of_columns_are_no_matter(tmp_path: Path) -> None:
+    frame = rows("prompts", {"prompt_id": "p"})
+    turned = frame.with_columns(extra=1).select(reversed([*frame.columns, "extra"]))
+    turned.write_parquet(tmp_path / "p.parquet")
+    assert_frame_equal(tables.read(tmp_path, "prompts"), frame)
+
+
+def test_several_sources_read_as_one_table_in_the_order_given(tmp_path: Path) -> None:
+    paths = [
+        save(tmp_path / name, "prompts", rows("prompts", {"prompt_id": name})) for name in "ba"
+    ]
+    assert tables.read(paths, "prompts")["prompt_id"].to_list() == ["b", "a"]
+
+
+def test_a_table_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="absent does not exist"):
+        tables.scan(tmp_path / "absent", "prompts")
+    with pytest.raises(InputError, match="holds no table 'prompts'"):
+        tables.scan(tmp_path, "prompts")
+
+
+def test_row_groups_are_small_enough_to_look_one_response_up(tmp_path: Path) -> None:
+    ids = [{"response_id": f"r{i:04d}"} for i in range(2500)]
+    save(tmp_path, "rollouts", rows("rollouts", *ids))
+    file = pq.ParquetFile(tmp_path / "rollouts" / "part-00000.parquet")
+    sizes = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
+    assert sum(sizes) == 2500
+    assert max(sizes) <= 1024
+
+
+def test_null_in_a_required_column_is_not_written(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"rollouts\.text: null"):
+        tables.write(tmp_path, "rollouts", rows("rollouts", {"response_id": "r", "text": None}))
+    assert not list(tmp_path.rglob("*.parquet"))
+
+
+def test_a_mean_leaves_out_what_is_not_there() -> None:
+    assert tables.mean(pl.Series([1.0, None, 0.0])) == 0.5
+    assert math.isnan(tables.mean(pl.Series([None], dtype=pl.Float32)))
