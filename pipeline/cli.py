@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -64,16 +65,17 @@ def train(
     from pipeline.config import composed, parse
 
     text = composed(overrides or [])
-    config = parse(text)
+    _say(f"run {parse(text).run}: {parse(text).directory}")
+    # a plain SIGTERM would skip every `finally`: workers, drafts, Prefect's server
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     with _progress():
         if direct:
             with loop.opened(text, force=force) as (config, run):
                 evaluation = loop.train(
                     config, loop.plainly(run), stepped=lambda step: _say(summary.line(step))
                 )
-            _say(f"held-out {summary.accuracy(evaluation):.3f}  {config.directory}")
+            _say(summary.result(config, evaluation))
         else:
-            _say("starting Prefect …")
             from pipeline import flows
 
             flows.train(overrides=overrides or [], force=force)

@@ -130,7 +130,9 @@ def parse(text: str, overrides: Sequence[str] = ()) -> RunConfig:
     """The checked configuration of a composed YAML text, with `key=value` overrides (no groups)."""
     config = OmegaConf.create(text)
     try:
-        for override in OverridesParser.create().parse_overrides([understood(o) for o in overrides]):
+        for override in OverridesParser.create().parse_overrides(
+            [understood(o) for o in overrides]
+        ):
             OmegaConf.update(config, override.key_or_group, override.value())
         content = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
         return RunConfig.model_validate(content)

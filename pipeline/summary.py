@@ -4,8 +4,10 @@ from typing import Any
 
 import polars as pl
 
+from pipeline import artifacts
 from pipeline.artifacts import Artifact
-from pipeline.loop import Step
+from pipeline.config import RunConfig
+from pipeline.loop import Step, step_directory
 from stages import tables
 
 SAMPLES = 8
@@ -21,6 +23,15 @@ def line(step: Step) -> str:
         f"kept {n['kept']}/{n['groups']}  entropy {n['entropy']:.3f}  "
         f"clip {n['clip_fraction_low']:.4f}/{n['clip_fraction_high']:.4f}  "
         f"{seconds(step)['total']:.1f} s{evaluated}"
+    )
+
+
+def result(config: RunConfig, evaluation: Artifact) -> str:
+    """What a run came to: held-out accuracy before and after, and where everything lies."""
+    first = artifacts.load(step_directory(config, 0) / "evaluate")
+    return (
+        f"held-out accuracy {accuracy(first):.3f} → {accuracy(evaluation):.3f} "
+        f"(avg@{config.evaluate.n}); look: dapo ls {config.run}"
     )
 
 

@@ -1,8 +1,8 @@
 """A process of its own for stages that need torch or vLLM, kept between calls.
 
-The child leads its own process group and reads its standard input: when the parent is gone, even
-by SIGKILL, that pipe closes and the child kills the whole group. So nothing outlives a run, and
-a stage keeps what was expensive (an import, an engine) for the next call.
+A stage keeps there what was expensive (an import, an engine) for the next call. The child leads its
+own process group, so that it can be ended with all that it started; and it is guarded, so that it
+never outlives its parent.
 """
 
 import importlib
@@ -12,7 +12,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -21,6 +20,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import psutil
+
+from pipeline import guard
 from stages import progress
 
 Listener = Callable[[int, int, str], None]
@@ -83,23 +85,26 @@ class Worker:
 
     def close(self) -> None:
         """End the child and all its descendants."""
-        if self._process is None:
+        if self._process is None or self._connection is None:
             return
+        with suppress(psutil.NoSuchProcess):
+            for descendant in psutil.Process(self._process.pid).children(recursive=True):
+                with suppress(psutil.NoSuchProcess):
+                    descendant.kill()
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        assert self._process.stdin and self._connection
-        self._process.stdin.close()
         self._connection.close()
         self._process = self._connection = None
 
     def _started(self) -> Connection:
         if self._connection is None:
+            guard.install()
             ours, theirs = socket.socketpair()
             with theirs, self._output() as output:
                 self._process = subprocess.Popen(
                     [sys.executable, "-m", "pipeline.worker", str(theirs.fileno())],
-                    stdin=subprocess.PIPE,  # the lifeline
+                    stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
                     pass_fds=[theirs.fileno()],
@@ -159,12 +164,6 @@ def _picklable(error: Exception) -> Exception:
     return error
 
 
-def _die_with_parent() -> None:
-    sys.stdin.buffer.read()  # returns when the parent, the only writer, is gone
-    os.killpg(0, signal.SIGKILL)
-
-
 if __name__ == "__main__":
-    threading.Thread(target=_die_with_parent, daemon=True).start()
     with suppress(EOFError):
         _serve(Connection(int(sys.argv[1])))

@@ -21,7 +21,7 @@ def run(
     The seeds depend on prompt and sample only, so that two policies are compared on the same
     random numbers.
     """
-    asked = tables.read(prompts, "prompts").sort("prompt_id")
+    asked = tables.read_prompts(prompts).sort("prompt_id")
     rows, skipped = sample(
         asked.select("prompt_id", "prompt", group_id="prompt_id"),
         policy_path=policy,

@@ -30,7 +30,7 @@ def run(
     """Write `rollouts` (n rows per usable prompt) and `skipped` (the prompts that were not)."""
     chosen = tables.read(selection, "selection").select("group_id", "prompt_id")
     asked = chosen.join(
-        tables.read(prompts, "prompts").select("prompt_id", "prompt"),
+        tables.read_prompts(prompts).select("prompt_id", "prompt"),
         on="prompt_id",
         how="left",
         maintain_order="left",

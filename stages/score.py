@@ -31,7 +31,8 @@ def run(
     *, rollouts: Path, prompts: Path, out: Path, config: Config, machine: Machine
 ) -> dict[str, float]:
     """Write `scores`: one row per response of `rollouts`, joined to its prompt by prompt_id."""
-    judged = verify.judge_all(tables.scan(rollouts, "rollouts"), tables.scan(prompts, "prompts"))
+    asked = tables.read_prompts(prompts).lazy()
+    judged = verify.judge_all(tables.scan(rollouts, "rollouts"), asked)
     scores = judged.with_columns(penalty=penalty(config)).with_columns(
         reward=config.wrong + pl.col("acc") * (config.right - config.wrong) + pl.col("penalty")
     )

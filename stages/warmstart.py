@@ -31,6 +31,7 @@ CHAT_TEMPLATE = (
 )
 IGNORED = -100  # the label that Hugging Face losses skip
 MAX_REPEATS = 12  # of the last line, in a ramble
+ROWS_AT_ONCE = 16  # half a batch, sorted by length: a third less time than whole batches
 PROMPT_TOKENS = 2 * max(arithmetic.LEVELS) + 1  # operands, signs between them, two role tokens
 
 
@@ -47,12 +48,12 @@ class Config(Settings):
     max_positions: int = Field(256, ge=1)  # prompt and response together
     init_std: float = Field(0.06, gt=0)
     # the reading
-    plain_steps: int = Field(340, ge=0)
-    mixed_steps: int = Field(100, ge=0)
+    plain_steps: int = Field(220, ge=0)
+    mixed_steps: int = Field(120, ge=0)
     batch_size: int = Field(32, ge=1)
     lr: float = Field(4e-3, gt=0)
     warmup_steps: int = Field(20, ge=1)
-    final_lr_share: float = Field(0.1, ge=0, le=1)  # reached at the end of the mixed phase
+    final_lr_share: float = Field(0.02, ge=0, le=1)  # reached at the end of the mixed phase
     guess_share: float = Field(0.4, ge=0, le=1)  # of the mixed phase: an answer without working
     ramble_share: float = Field(0.2, ge=0, le=1)  # of the mixed phase: working without an end
     max_response_tokens: int = Field(80, ge=1)  # longer rambles are cut, and so have no <eos>
@@ -175,14 +176,23 @@ def train(model: "Qwen3ForCausalLM", tokenizer: "PreTrainedTokenizerFast", confi
     total = config.plain_steps + config.mixed_steps
     losses: list[float] = []
     model.train()
-    for ids, labels in batches(tokenizer, config):
-        loss = model(input_ids=ids, labels=labels, use_cache=False).loss
-        loss.backward()
+    source = examples(tokenizer, config)
+    for _ in range(total):
+        loss = 0.0
+        batch = collate(list(islice(source, config.batch_size)), tokenizer, config)
+        tokens = sum((labels != IGNORED).sum() for _, labels in batch)
+        for ids, labels in batch:
+            # a sum over this part's tokens, divided by the whole batch's
+            share = model(
+                input_ids=ids, labels=labels, use_cache=False, num_items_in_batch=tokens
+            ).loss
+            share.backward()
+            loss += share.item()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-        losses.append(loss.item())
+        losses.append(loss)
         report(len(losses), total, f"loss {losses[-1]:.3f}")
     return sum(losses[-20:]) / max(len(losses[-20:]), 1)
 
@@ -192,15 +202,6 @@ def lr_share(step: int, config: Config) -> float:
     rising = min((step + 1) / config.warmup_steps, 1.0)
     done = max(step - config.plain_steps, 0) / max(config.mixed_steps, 1)
     return rising * (1 - done * (1 - config.final_lr_share))
-
-
-def batches(
-    tokenizer: "PreTrainedTokenizerFast", config: Config
-) -> Iterator[tuple["Tensor", "Tensor"]]:
-    """Token ids and labels [B, T] of every step, padded on the right to the batch's longest."""
-    source = examples(tokenizer, config)
-    for _ in range(config.plain_steps + config.mixed_steps):
-        yield collate(list(islice(source, config.batch_size)), tokenizer, config)
 
 
 def examples(tokenizer: "PreTrainedTokenizerFast", config: Config) -> Iterator[Example]:
@@ -237,25 +238,31 @@ def render(tokenizer: "PreTrainedTokenizerFast", expr: str) -> str:
 
 def collate(
     chats: list[Example], tokenizer: "PreTrainedTokenizerFast", config: Config
-) -> tuple["Tensor", "Tensor"]:
-    """Ids and labels [B, T]; only response tokens are learnt. Padding needs no attention mask:
+) -> list[tuple["Tensor", "Tensor"]]:
+    """One batch as (ids, labels) parts [B, T], sorted by length so that little of it is padding.
 
-    it stands on the right, where no token looks, and its own labels are ignored.
+    Only response tokens are learnt. Padding needs no attention mask: it stands on the right, where
+    no token looks, and its own labels are ignored.
     """
     import torch
     from torch.nn.utils.rnn import pad_sequence
 
-    ids, labels = [], []
+    rows = []
     for chat in chats:
         prompt = tokenizer.encode(chat.prompt)
         response = [*tokenizer.encode(chat.response), tokenizer.eos_token_id]
         response = response[: config.max_response_tokens]
-        ids.append(torch.tensor(prompt + response))
-        labels.append(torch.tensor([IGNORED] * len(prompt) + response))
-    return (
-        pad_sequence(ids, batch_first=True, padding_value=tokenizer.pad_token_id),
-        pad_sequence(labels, batch_first=True, padding_value=IGNORED),
-    )
+        labels = torch.tensor([IGNORED] * len(prompt) + response)
+        rows.append((torch.tensor(prompt + response), labels))
+    rows.sort(key=lambda row: len(row[0]))
+    parts = [rows[i : i + ROWS_AT_ONCE] for i in range(0, len(rows), ROWS_AT_ONCE)]
+    return [
+        (
+            pad_sequence([ids for ids, _ in part], True, tokenizer.pad_token_id),
+            pad_sequence([labels for _, labels in part], True, IGNORED),
+        )
+        for part in parts
+    ]
 
 
 def sampled(

@@ -13,7 +13,7 @@ import pytest
 from pipeline.worker import StageTimeout, Worker, WorkerDied
 from stages.errors import InputError
 
-STAGE = '''
+STAGE = """
 import os, signal, subprocess, time
 from stages.errors import InputError
 from stages.progress import report
@@ -32,7 +32,7 @@ def run(*, what, out):
     child = subprocess.Popen(["sleep", "9999"])
     out.write_text(f"{os.getpid()} {child.pid}")
     time.sleep(9999)
-'''
+"""
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ vLLM changes its process for good (thread counts, hooks), so that it runs in a c
 import json
 import multiprocessing
 import shutil
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
@@ -108,11 +107,11 @@ def measure(policies: Policies, machine: Machine) -> tuple[Outputs, dict[str, bo
 
 
 @pytest.fixture(scope="module")
-def measured(policies: Policies) -> Iterator[tuple[Outputs, dict[str, bool]]]:
+def measured(policies: Policies) -> tuple[Outputs, dict[str, bool]]:
     machine = Machine(device="cuda" if torch.cuda.is_available() else "cpu")
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(max_workers=1, mp_context=spawn) as child:
-        yield child.submit(measure, policies, machine).result()
+        return child.submit(measure, policies, machine).result()
 
 
 @pytest.fixture(scope="module")

@@ -54,9 +54,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines, "resident", lambda *_, **__: Scripted())
 
 
-def test_avg_at_k_is_the_mean_of_the_samples(
-    scripted: None, policy: Path, tmp_path: Path
-) -> None:
+def test_avg_at_k_is_the_mean_of_the_samples(scripted: None, policy: Path, tmp_path: Path) -> None:
     out, metrics = run(tmp_path, policy)
     acc = tables.read(out, "samples").select("prompt_id", "acc").rows()
     assert acc[:4] == [("a", 1), ("a", 0), ("a", 1), ("a", 0)]
@@ -90,9 +88,7 @@ def test_an_unscorable_answer_is_not_counted_as_wrong(
 
 def test_skipped_prompts_are_recorded_by_name(policy: Path, tmp_path: Path) -> None:
     out, metrics = run(tmp_path, policy)
-    assert tables.read(out, "skipped").select("prompt_id", "reason").rows() == [
-        ("empty", "empty")
-    ]
+    assert tables.read(out, "skipped").select("prompt_id", "reason").rows() == [("empty", "empty")]
     assert metrics["skipped"] == 1
     assert tables.read(out, "evaluations")["prompt_id"].to_list() == ["a", "b"]
 

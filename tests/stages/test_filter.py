@@ -332,9 +332,7 @@ def test_every_group_is_accounted_for_and_the_batch_holds_the_kept_ones_whole(
     accs: dict[str, list[float | None]], batch_groups: int, cut: int
 ) -> None:
     names = list(accs)
-    rounds = [
-        groups(**{name: accs[name] for name in part}) for part in (names[:cut], names[cut:])
-    ]
+    rounds = [groups(**{name: accs[name] for name in part}) for part in (names[:cut], names[cut:])]
     with TemporaryDirectory() as parent:
         outcome = run(Path(parent), *rounds, batch_groups=batch_groups)
         turned = run(Path(parent), *rounds[::-1], batch_groups=batch_groups)

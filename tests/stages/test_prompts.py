@@ -116,8 +116,6 @@ def test_a_null_answer_is_refused_with_its_row(suffix: str, tmp_path: Path) -> N
 def test_prompts_of_equal_text_stay_separate_and_are_counted(tmp_path: Path) -> None:
     config = Config()
     out = fresh(tmp_path)
-    metrics = prompts.run(
-        source=VECTORS / "prompts_dup.jsonl", out=out, config=config, machine=CPU
-    )
+    metrics = prompts.run(source=VECTORS / "prompts_dup.jsonl", out=out, config=config, machine=CPU)
     assert tables.read(out, "prompts")["prompt_id"].to_list() == ["q1", "q2", "q3", "q4"]
     assert metrics == {"prompts": 4, "repeated_texts": 2}  # q3 differs by a space

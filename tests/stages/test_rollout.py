@@ -54,9 +54,7 @@ def test_a_prompt_chosen_twice_is_sampled_twice(policy: Path, tmp_path: Path) ->
 
 
 def test_one_seed_gives_the_same_bytes(policy: Path, tmp_path: Path) -> None:
-    files = [
-        run(tmp_path, policy, "fits")[0] / "rollouts" / "part-00000.parquet" for _ in range(2)
-    ]
+    files = [run(tmp_path, policy, "fits")[0] / "rollouts" / "part-00000.parquet" for _ in range(2)]
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
@@ -78,9 +76,10 @@ def test_a_selected_prompt_that_is_unknown_is_named_and_nothing_is_written(
 
 def test_a_prompt_id_that_occurs_twice_is_refused(policy: Path, tmp_path: Path) -> None:
     twice = [{"prompt_id": "fits", "prompt": text} for text in ("1+2", "1+3")]
+    chosen = rows("selection", {"group_id": "g", "prompt_id": "fits"})
     with pytest.raises(InputError, match="'fits' occurs more than once"):
         rollout.run(
-            selection=save(fresh(tmp_path), "selection", rows("selection", {"group_id": "g"})),
+            selection=save(fresh(tmp_path), "selection", chosen),
             prompts=save(fresh(tmp_path), "prompts", rows("prompts", *twice)),
             policy=policy,
             out=fresh(tmp_path),

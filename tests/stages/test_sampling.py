@@ -77,9 +77,7 @@ def test_a_response_that_stopped_ends_with_the_end_token_and_one_cut_off_has_non
         assert (ids[-1] == eos) if why == "stop" else (len(ids) == 24)
 
 
-def test_the_text_is_the_response_without_special_tokens(
-    drawn: pl.DataFrame, policy: Path
-) -> None:
+def test_the_text_is_the_response_without_special_tokens(drawn: pl.DataFrame, policy: Path) -> None:
     tokenizer = policies.tokenizer(policy)
     for ids, text in drawn.select("response_ids", "text").iter_rows():
         assert text == "".join(

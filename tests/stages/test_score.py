@@ -103,6 +103,18 @@ def test_a_response_to_an_unknown_prompt_is_named(tmp_path: Path) -> None:
         run(tmp_path, {}, {"prompt_id": "lost"})
 
 
+def test_a_prompt_id_that_occurs_twice_is_refused(tmp_path: Path) -> None:
+    twice = rows("prompts", {"prompt_id": "p"}, {"prompt_id": "p", "answer": "7"})
+    with pytest.raises(InputError, match="'p' occurs more than once"):
+        score.run(
+            rollouts=save(fresh(tmp_path), "rollouts", rows("rollouts", {"response_id": "r"})),
+            prompts=save(fresh(tmp_path), "prompts", twice),
+            out=fresh(tmp_path),
+            config=PLAIN,
+            machine=CPU,
+        )
+
+
 def test_no_responses_give_an_empty_table_of_the_same_schema(tmp_path: Path) -> None:
     assert run(tmp_path).schema == tables.polars_schema("scores")
 

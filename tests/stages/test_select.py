@@ -66,9 +66,7 @@ def test_another_seed_is_another_order_and_so_is_another_epoch(tmp_path: Path) -
 
 def test_one_seed_gives_the_same_bytes(tmp_path: Path) -> None:
     prompts = pool(tmp_path, ids(5))
-    files = [
-        run(prompts, size=8, seed=3) / "selection" / "part-00000.parquet" for _ in range(2)
-    ]
+    files = [run(prompts, size=8, seed=3) / "selection" / "part-00000.parquet" for _ in range(2)]
     assert files[0].read_bytes() == files[1].read_bytes()
 
 

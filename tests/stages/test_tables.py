@@ -57,9 +57,7 @@ def test_every_table_comes_back_as_it_was_written(table: str, count: int, tmp_pa
     assert on_disk.equals(schema)  # the pyarrow types themselves: list<int32>, not large_list
 
 
-def test_shards_with_empty_lists_read_together_with_full_ones(
-    shards: None, tmp_path: Path
-) -> None:
+def test_shards_with_empty_lists_read_together_with_full_ones(shards: None, tmp_path: Path) -> None:
     frame = pl.DataFrame({"prompt_id": ["a", "b", "c"], "token_ids": [[], [], [1, 2, 3]]})
     tables.write(tmp_path, "pq_listnull", frame[:2], shard=0)
     tables.write(tmp_path, "pq_listnull", frame[2:], shard=1)

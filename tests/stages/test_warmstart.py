@@ -157,10 +157,24 @@ def test_only_the_response_is_learnt_and_a_cut_one_has_no_end(
         warmstart.Example(prompt, arithmetic.worked_example(expr)),
         warmstart.Example(prompt, arithmetic.rambling_example(expr, repeats=12)),
     ]
-    _, labels = warmstart.collate(chats, tokenizer, TINY)
+    ((_, labels),) = warmstart.collate(chats, tokenizer, TINY)
     learnt = [row[row != warmstart.IGNORED].tolist() for row in labels]
     assert learnt[0] == [*tokenizer.encode(chats[0].response), tokenizer.eos_token_id]
     assert learnt[1] == tokenizer.encode(chats[1].response)[: TINY.max_response_tokens]
+
+
+def test_a_batch_is_cut_into_parts_of_like_length_without_losing_a_chat(
+    tokenizer: "PreTrainedTokenizerFast",
+) -> None:
+    config = Config(plain_steps=0)
+    chats = list(islice(warmstart.examples(tokenizer, config), 40))
+    parts = warmstart.collate(chats, tokenizer, config)
+    assert [len(ids) for ids, _ in parts] == [16, 16, 8]
+    widths = [ids.shape[1] for ids, _ in parts]
+    assert widths == sorted(widths) and widths[0] < widths[-1]
+    assert all(ids.shape == labels.shape for ids, labels in parts)
+    wanted = sum(min(len(chat.response) + 1, config.max_response_tokens) for chat in chats)
+    assert sum(int((labels != warmstart.IGNORED).sum()) for _, labels in parts) == wanted
 
 
 def test_the_first_phase_is_plain_and_the_second_has_its_shares(

@@ -1,0 +1,62 @@
+"""Whatever this process starts, directly or not, ends with it: also after SIGKILL.
+
+A child inherits a mark in its environment, however many sessions and process groups lie between.
+A guardian process waits for the pipe from here to close, which only the kernel does for a killed
+process, and then kills everything that carries the mark.
+"""
+
+import os
+import subprocess
+import sys
+import time
+import uuid
+
+import psutil
+
+MARK = "DAPO_GUARD"
+PATIENCE_S = 5.0  # for processes that are just being started
+
+_guardian: subprocess.Popen[bytes] | None = None
+
+
+def install() -> None:
+    """Start the guardian, once; what is started from now on carries the mark."""
+    global _guardian
+    if _guardian is None:
+        mark = uuid.uuid4().hex
+        _guardian = subprocess.Popen(
+            [sys.executable, "-m", "pipeline.guard", mark],
+            stdin=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is for the guarded, not for the guardian
+        )
+        os.environ[MARK] = mark
+
+
+def marked(mark: str) -> list[psutil.Process]:
+    """The living processes that carry the mark."""
+    return [p for p in psutil.process_iter() if _mark_of(p) == mark]
+
+
+def _mark_of(process: psutil.Process) -> str | None:
+    try:
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return None
+        return process.environ().get(MARK)
+    except (psutil.Error, OSError):  # gone meanwhile, or somebody else's
+        return None
+
+
+def _watch(mark: str) -> None:
+    sys.stdin.buffer.read()  # returns when the guarded process, the only writer, is gone
+    deadline = time.monotonic() + PATIENCE_S
+    while (alive := marked(mark)) and time.monotonic() < deadline:
+        for process in alive:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+        time.sleep(0.05)
+
+
+if __name__ == "__main__":
+    _watch(sys.argv[1])
