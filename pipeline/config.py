@@ -42,7 +42,9 @@ class Schedule(Settings):
     keep_policies: int | None = Field(None, ge=1)  # newest weights to keep; None: all
 
 
-Warmstart = warmstart.Config  # a name that the field's own default does not hide
+# a field hides the module of its own name
+Prompts = prompts.Config
+Warmstart = warmstart.Config
 
 
 class RunConfig(Settings):
@@ -54,8 +56,8 @@ class RunConfig(Settings):
     model: Model
     machine: Machine
     schedule: Schedule
-    prompts: prompts.Config
-    heldout: prompts.Config
+    prompts: Prompts
+    heldout: Prompts
     warmstart: Warmstart | None = None  # none: model.path is given
     select: select.Config
     rollout: rollout.Config

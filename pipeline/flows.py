@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 # Prefect reads its settings when it is imported
 for _name, _value in {
@@ -77,8 +77,7 @@ def _as_tasks(runner: Runner) -> loop.Execute:
             wait_for=[opaque(artifact) for artifact in flat if isinstance(artifact, Artifact)],
             return_state=True,
         )
-        artifact: Artifact = state.result()
-        return artifact
+        return cast(Artifact, state.result())
 
     return execute
 

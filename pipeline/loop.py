@@ -9,7 +9,7 @@ from typing import Protocol
 from pipeline import artifacts
 from pipeline.artifacts import Artifact
 from pipeline.config import RunConfig, parse
-from pipeline.runner import Runner
+from pipeline.runner import Input, Runner
 from stages.errors import InputError, Shortage
 from stages.settings import Settings
 
@@ -220,14 +220,14 @@ def plainly(runner: Runner) -> Execute:
     return execute
 
 
-def paths(inputs: Inputs) -> dict[str, Path | list[Path] | None]:
+def paths(inputs: Inputs) -> dict[str, Input]:
     """The directories of the artifacts."""
-
-    def path(value: Artifact | Path) -> Path:
-        return value.path if isinstance(value, Artifact) else value
-
     return {
-        name: [path(item) for item in value] if isinstance(value, list) else value and path(value)
+        name: [item.path for item in value]
+        if isinstance(value, list)
+        else value.path
+        if isinstance(value, Artifact)
+        else value
         for name, value in inputs.items()
     }
 

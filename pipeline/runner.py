@@ -149,7 +149,7 @@ class Runner:
 
     def _call(self, stage: str, arguments: dict[str, Any]) -> dict[str, float]:
         if stage not in PROCESS:
-            return _module(stage).run(**arguments)  # type: ignore[no-any-return]
+            return _module(stage).run(**arguments)
         if self.machine.one_process_at_a_time:
             for name, worker in self._workers.items():
                 if name != PROCESS[stage]:

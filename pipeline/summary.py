@@ -36,7 +36,7 @@ def result(config: RunConfig, evaluation: Artifact) -> str:
 
 
 def numbers(step: Step) -> dict[str, float]:
-    """The step's figures: its rollouts' means over all rounds, the last filter's and the update's."""
+    """The step's figures: means over the rounds, the last filter's and the update's."""
     weights = [rollout.metrics["responses"] for rollout in step.rollouts]
 
     def mean(found: list[Artifact], name: str) -> float:

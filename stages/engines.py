@@ -167,7 +167,7 @@ def _response(output: Any) -> Response:
     return Response(ids, logprobs, "stop" if output.finish_reason == "stop" else "length")
 
 
-class _Progress(tqdm):  # type: ignore[type-arg]
+class _Progress(tqdm):
     """vLLM reports to a tqdm; this one reports to the stage's listener."""
 
     def display(self, *_: object, **__: object) -> None:

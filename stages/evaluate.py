@@ -50,5 +50,5 @@ def run(
         "truncated": tables.mean(evaluations["truncated_mean"]),
         "prompts": len(evaluations),
         "skipped": len(skipped),
-        "tokens": samples["length"].sum(),
+        "tokens": int(samples["length"].sum()),
     }

@@ -169,10 +169,11 @@ def _check_ids(rollouts: Sequence[Path], scores: Sequence[Path]) -> None:
             tables.scan(left, name)
             .select("response_id")
             .join(tables.scan(right, other), on="response_id", how="anti")
-            .collect()
+            .collect()["response_id"]
+            .sort()
         )
         if len(lost):
             raise InputError(
                 f"{len(lost)} responses of the {name} are missing in the {other}, first "
-                f"'{lost['response_id'].min()}': give the {other} of every round"
+                f"'{lost[0]}': give the {other} of every round"
             )

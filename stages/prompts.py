@@ -34,7 +34,7 @@ def run(
         else arithmetic.prompts(config.count, config.seed, config.split, config.levels)
     )
     tables.write(out, "prompts", frame)
-    repeated = frame.select(pl.col("prompt").hash()).is_duplicated().sum()
+    repeated = int(frame.select(pl.col("prompt").hash()).is_duplicated().sum())
     return {"prompts": len(frame), "repeated_texts": repeated}
 
 
@@ -49,7 +49,7 @@ def _from_file(source: Path, config: Config) -> pl.DataFrame:
 def _lines(source: Path) -> list[str]:
     if not source.is_file():
         raise InputError(f"{source} does not exist (looked for prompts)")
-    return [line for line in source.read_text(encoding="utf-8").splitlines() if line.strip()]
+    return [line for line in source.read_text(encoding="utf-8").split("\n") if line.strip()]
 
 
 def _row(source: Path, number: int, line: str, config: Config) -> dict[str, object]:

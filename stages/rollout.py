@@ -43,7 +43,7 @@ def run(
     return {
         "responses": len(rows),
         "skipped": len(skipped),
-        "tokens": rows["length"].sum(),
+        "tokens": int(rows["length"].sum()),
         "length_mean": tables.mean(rows["length"]),
         "truncated": tables.mean(rows["finish_reason"] == "length"),
     }

@@ -1,4 +1,4 @@
-"""The base of every stage's `Config`, and the machine's knobs, which never change an artifact's identity."""
+"""The base of every stage's `Config`, and the machine's knobs, which identify no artifact."""
 
 from typing import Literal
 

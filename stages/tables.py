@@ -101,15 +101,19 @@ SCHEMAS: dict[str, pa.Schema] = {
         age=pa.int32(),
     ),
     "metrics": pa.schema(
-        [pa.field("optimizer_step", pa.int64(), nullable=False)]
+        [
+            pa.field(name, pa.int64(), nullable=False)
+            for name in ("optimizer_step", "sequences", "tokens")
+        ]
+        + [pa.field(name, pa.float64(), nullable=False) for name in ("loss", "entropy")]
+        + [
+            pa.field(f"clip_fraction_{which}", pa.float64(), nullable=False)
+            for which in ("low", "high", "dual")
+        ]
         + [
             pa.field(name, pa.float64(), nullable=False)
-            for name in (
-                "loss entropy clip_fraction_low clip_fraction_high clip_fraction_dual "
-                "ratio_min ratio_max ratio_mean approx_kl grad_norm lr"
-            ).split()
+            for name in ("ratio_min", "ratio_max", "ratio_mean", "approx_kl", "grad_norm", "lr")
         ]
-        + [pa.field(name, pa.int64(), nullable=False) for name in ("sequences", "tokens")]
     ),
     "samples": _schema("response_id", **_GENERATED, **_JUDGED),
     "evaluations": _schema(

@@ -7,10 +7,8 @@ Legend: B responses, S tokens of prompt and response, T response tokens, N = Σ 
 
 import math
 import random
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import polars as pl
 from pydantic import Field, model_validator
@@ -18,16 +16,14 @@ from pydantic import Field, model_validator
 from stages import dapo, tables
 from stages import policy as policies
 from stages.errors import EngineMismatch, InputError, NonFinite
+from stages.logprobs import padded, token_logprobs
 from stages.progress import report
+from stages.responses import Response, micro_batches, read, responses_of, trainable
 from stages.settings import Machine, Settings
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
-
-LOGITS_AT_ONCE = 2**26  # float32 logits that may exist together: 256 MiB
-# a micro-batch ends where rows get this much shorter than its longest, if it is worth a forward
-SHORTER, WORTH = 0.8, 1024
 
 
 class Config(Settings):
@@ -71,23 +67,6 @@ class Config(Settings):
         return self
 
 
-@dataclass(eq=False)
-class Response:
-    """One row of the batch that has tokens to learn from."""
-
-    prompt_ids: "Tensor"
-    response_ids: "Tensor"  # [T], as all below
-    sampler_logprobs: "Tensor"
-    advantage: float
-    temperature: float
-    fresh: bool  # sampled from the policy that is updated, not carried from an earlier step
-    old_logprobs: "Tensor" = field(init=False)
-    weights: "Tensor" = field(init=False)  # of truncated importance sampling
-
-    def __len__(self) -> int:
-        return len(self.prompt_ids) + len(self.response_ids)
-
-
 def run(
     *, batch: Path, policy: Path, out: Path, config: Config, machine: Machine
 ) -> dict[str, float]:
@@ -129,76 +108,6 @@ def run(
     return summary(frame) | gap
 
 
-# --- the batch ---------------------------------------------------------------------------------
-
-_LOGPROBS = pl.col("sampler_logprobs")
-BAD = (  # column, what is wrong, in which rows
-    ("response_id", "occurs more than once", pl.col("response_id").is_duplicated()),
-    ("prompt_ids", "is empty", pl.col("prompt_ids").list.len() == 0),
-    ("response_ids", "is empty", pl.col("response_ids").list.len() == 0),
-    (
-        "sampler_logprobs",
-        "is not one number per response token",
-        _LOGPROBS.list.len() != pl.col("response_ids").list.len(),
-    ),
-    (
-        "sampler_logprobs",
-        "holds a number that is not finite",
-        ~_LOGPROBS.list.eval(pl.element().is_finite().fill_null(False)).list.all(),
-    ),
-    ("reward", "is not finite (null is for unscored)", ~pl.col("reward").is_finite()),
-    ("advantage", "is not finite", ~pl.col("advantage").is_finite()),
-    (
-        "temperature",
-        "is not a positive number",
-        ~(pl.col("temperature").is_finite() & (pl.col("temperature") > 0)),
-    ),
-)
-
-
-def read(batch: Path) -> pl.DataFrame:
-    """The rows, all of them sound, sorted by response_id so that their order cannot matter."""
-    rows = tables.read(batch, "batch").sort("response_id")
-    for column, wrong, condition in BAD:
-        bad = rows.filter(condition)
-        if len(bad):
-            raise InputError(
-                f"batch in {batch}: {column} of response '{bad['response_id'][0]}' {wrong}"
-                + (f" (and {len(bad) - 1} more rows)" if len(bad) > 1 else "")
-            )
-    return rows
-
-
-def trainable(rows: pl.DataFrame, *, mask_truncated: bool) -> pl.DataFrame:
-    """The rows whose tokens count: those scored and, if asked, not cut off by the engine."""
-    counts = pl.col("reward").is_not_null()
-    if mask_truncated:
-        counts &= pl.col("finish_reason") != "length"
-    return rows.filter(counts)
-
-
-def responses_of(rows: pl.DataFrame) -> list[Response]:
-    """The rows as tensors; token ids exactly as stored."""
-    import torch
-
-    def ragged(column: str) -> "Sequence[Tensor]":
-        flat = torch.tensor(rows[column].explode().to_numpy())
-        return torch.split(flat, rows[column].list.len().to_list())
-
-    return [
-        Response(*values)
-        for values in zip(
-            ragged("prompt_ids"),
-            ragged("response_ids"),
-            ragged("sampler_logprobs"),
-            rows["advantage"],
-            rows["temperature"],
-            rows["age"] == 0,
-            strict=True,
-        )
-    ]
-
-
 def measure_gap(responses: list[Response], config: Config) -> dict[str, float]:
     """|sampler - old log-prob| over tokens; more than `max_gap` on average stops the run.
 
@@ -223,9 +132,6 @@ def measure_gap(responses: list[Response], config: Config) -> dict[str, float]:
         "gap_max": largest,
         "stale_gap_mean": stale.mean().item() if len(stale) else 0.0,
     }
-
-
-# --- the model ---------------------------------------------------------------------------------
 
 
 def load(policy: Path, rows: pl.DataFrame, machine: Machine) -> "PreTrainedModel":
@@ -263,85 +169,6 @@ def _checkpoint(model: "PreTrainedModel") -> None:
             module.p = 0.0
         if isinstance(getattr(module, "attention_dropout", None), float):
             module.attention_dropout = 0.0
-
-
-def micro_batches(responses: list[Response], *, budget: int) -> Iterator[list[Response]]:
-    """Split by length, so that little is padding: at most `budget` padded tokens each, or one row.
-
-    The longest come first: what does not fit the memory fails at once.
-    """
-    part: list[Response] = []
-    for response in sorted(responses, key=len, reverse=True):  # stable: ties by response_id
-        if part:
-            longest = len(part[0])
-            full = (len(part) + 1) * longest > budget
-            wasteful = len(response) < SHORTER * longest and len(part) * longest >= WORTH
-            if full or wasteful:
-                yield part
-                part = []
-        part.append(response)
-    if part:
-        yield part
-
-
-def token_logprobs(
-    model: "PreTrainedModel", responses: list[Response], *, bfloat16: bool
-) -> "tuple[Tensor, Tensor]":
-    """Log-prob of each response token and entropy of its distribution, [N], response by response.
-
-    log softmax(logits / recorded temperature) in float32, over the full vocabulary; the head sees
-    response positions only, in chunks, so that float32 [B, S, V] never exists. Pads (id 0, as good
-    as any) stand on the right, where a causal model's tokens never look: no attention mask.
-    """
-    import torch
-    from torch.nn.utils.rnn import pad_sequence
-    from torch.utils.checkpoint import checkpoint
-
-    whole = [torch.cat([r.prompt_ids, r.response_ids]) for r in responses]
-    ids_BS = pad_sequence(whole, batch_first=True).long()
-    target = torch.arange(1, ids_BS.shape[1])  # position s predicts token s + 1
-    start_B1 = torch.tensor([[len(r.prompt_ids)] for r in responses])
-    end_B1 = torch.tensor([[len(r)] for r in responses])
-    predicts_BS = ((target >= start_B1) & (target < end_B1)).to(model.device)
-    temperature_N = torch.cat([torch.full(r.response_ids.shape, r.temperature) for r in responses])
-
-    ids_BS = ids_BS.to(model.device)
-    head: Any = model.get_output_embeddings()
-    with torch.autocast(model.device.type, torch.bfloat16, enabled=bfloat16):
-        hidden = model.base_model(input_ids=ids_BS, use_cache=False).last_hidden_state[:, :-1]
-        inputs = (
-            hidden[predicts_BS],
-            ids_BS[:, 1:][predicts_BS],
-            temperature_N.to(model.device),
-        )
-        size = max(1, LOGITS_AT_ONCE // head.weight.shape[0])
-        chunks = list(zip(*(torch.split(tensor, size) for tensor in inputs), strict=True))
-        if len(chunks) == 1:
-            return score(head, *chunks[0])
-        scored = [checkpoint(score, head, *chunk, use_reentrant=False) for chunk in chunks]
-    logprobs, entropies = zip(*scored, strict=True)
-    return torch.cat(logprobs), torch.cat(entropies)
-
-
-def score(
-    head: Any, hidden: "Tensor", targets: "Tensor", temperatures: "Tensor"
-) -> "tuple[Tensor, Tensor]":
-    """For hidden states [N, H]: log-probs of `targets` [N], and entropies [N] without gradient."""
-    logprobs = (head(hidden).float() / temperatures.unsqueeze(-1)).log_softmax(-1)
-    fixed = logprobs.detach()
-    entropies = -(fixed.exp() * fixed).sum(-1)
-    return logprobs.gather(-1, targets.unsqueeze(-1)).squeeze(-1), entropies
-
-
-def padded(values: "Tensor | list[Tensor]", mask_BT: "Tensor") -> "Tensor":
-    """[B, T] from what stands at the mask, row by row: one [N] tensor, or one per response."""
-    import torch
-
-    flat = torch.cat(values).to(mask_BT.device) if isinstance(values, list) else values
-    return flat.new_zeros(mask_BT.shape).masked_scatter(mask_BT, flat)
-
-
-# --- the optimizer -----------------------------------------------------------------------------
 
 
 def learning_rate(config: Config, done: int) -> float:

@@ -1,4 +1,4 @@
-"""A finished run of the smallest kind, made once: real stages, Hugging Face sampling, no Prefect."""
+"""A finished run of the smallest kind, made once: real stages, no vLLM, no Prefect."""
 
 import shutil
 from collections.abc import Sequence

@@ -224,7 +224,7 @@ def test_vllm_says_length_where_a_response_was_cut_off(
 def test_each_request_has_its_own_room_in_a_batch(policy: Path) -> None:
     engine = engines.HuggingFace(context=CONTEXT, machine=CPU)
     engine.load(policy)
-    requests = [Request(prompt_ids=PLAIN, seed=5, max_tokens=room) for room in (1, 3, 16)]
+    requests = [Request(prompt_ids=PLAIN, seed=5, max_tokens=room) for room in (1, 3, 16) * 20]
     responses = engine.generate(requests, temperature=1.0, top_p=1.0)
     for request, response in zip(requests, responses, strict=True):
         assert len(response.ids) <= request.max_tokens

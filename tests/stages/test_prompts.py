@@ -50,6 +50,15 @@ def test_a_chat_and_a_task_of_its_own_stay_as_they_are(tmp_path: Path) -> None:
     assert (row["prompt"], row["task"]) == (chat, "exact")
 
 
+def test_a_line_ends_at_a_newline_and_at_nothing_else_that_unicode_calls_one(
+    tmp_path: Path,
+) -> None:
+    text = "1+2\u2028\u0085 what is it?"
+    row = {"prompt_id": "a", "prompt": text, "answer": "3"}
+    (tmp_path / "p.jsonl").write_text(json.dumps(row, ensure_ascii=False), encoding="utf-8")
+    assert run(tmp_path, tmp_path / "p.jsonl")["prompt"][0][0]["content"] == text
+
+
 def test_rows_without_a_task_get_the_configured_one(tmp_path: Path) -> None:
     source = lines(tmp_path, {"prompt_id": "a", "prompt": "1+2", "answer": "3"})
     assert run(tmp_path, source, task="exact")["task"].to_list() == ["exact"]

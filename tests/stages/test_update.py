@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from stages import policy as policies
-from stages import tables, update
+from stages import logprobs, responses, tables, update
 from stages.errors import EngineMismatch, InputError, NonFinite
 from stages.settings import Machine
 
@@ -182,7 +182,7 @@ def gradients(
     settings = update.Config(**({"mini_batch": len(rows)} | config))
     model = update.load(policy, frame, machine)
     trainer = update.Trainer(model, 0, {}, config=settings, machine=machine)
-    (mini_batch,) = trainer.mini_batches(update.responses_of(frame))
+    (mini_batch,) = trainer.mini_batches(responses.responses_of(frame))
     trainer.recompute_old([mini_batch])
     count = frame["response_ids"].list.len().sum()
     for micro in mini_batch:
@@ -265,7 +265,7 @@ def test_a_wasteful_micro_batch_is_cut_by_length(
     rows = [row(i, response_ids=[7] * n, sampler_logprobs=[-1.0] * n, prompt_ids=[1])
             for i, n in enumerate([3, 30, 29, 4])]  # fmt: skip
     whole, _ = gradients(policy, rows, CPU)
-    monkeypatch.setattr(update, "WORTH", 10)
+    monkeypatch.setattr(responses, "WORTH", 10)
     found, parts = gradients(policy, rows, CPU)
     assert parts == [2, 2]
     assert_near(found, whole, 1e-6)
@@ -344,7 +344,7 @@ def test_logprobs_are_of_logits_over_temperature() -> None:
     case = json.loads((VECTORS / "temperature.json").read_text())
     logits = torch.tensor([case["logits"]] * 3)
     temperatures = torch.full((3,), case["temperature"])
-    found, _ = update.score(torch.nn.Identity(), logits, torch.arange(3), temperatures)
+    found, _ = logprobs.score(torch.nn.Identity(), logits, torch.arange(3), temperatures)
     assert found.tolist() == pytest.approx(case["all_right"], abs=1e-6)
 
 
@@ -385,9 +385,9 @@ def test_token_ids_are_trained_on_as_stored(bench: Bench, tmp_path: Path) -> Non
     whole, pieces = tokenizer.encode("hello"), tokenizer.encode("he llo")
     assert (len(whole), len(pieces)) == (1, 2)
     rows = [row(i) for i in range(100)] + [row(100, response_ids=pieces, sampler_logprobs=[0, 0])]
-    responses = update.responses_of(update.read(write(tmp_path / "stored", rows)))
-    assert [r.response_ids.tolist() for r in responses] == [r["response_ids"] for r in rows]
-    assert [r.prompt_ids.tolist() for r in responses] == [r["prompt_ids"] for r in rows]
+    stored = responses.responses_of(responses.read(write(tmp_path / "stored", rows)))
+    assert [r.response_ids.tolist() for r in stored] == [r["response_ids"] for r in rows]
+    assert [r.prompt_ids.tolist() for r in stored] == [r["prompt_ids"] for r in rows]
     _, metrics = bench(faithful(bench.policy, rows[-1:]))
     assert metrics["tokens"] == 2
     assert metrics["gap_max"] < 1e-5
@@ -420,7 +420,7 @@ def test_truncated_is_what_the_engine_says_and_not_the_last_token() -> None:
         row(1, response_ids=[5, 6, 2], finish_reason="stop"),
         row(2, response_ids=[5, 6, 7], finish_reason="length"),
     ]
-    kept = update.trainable(table(rows), mask_truncated=True)
+    kept = responses.trainable(table(rows), mask_truncated=True)
     assert kept["response_id"].to_list() == ["r000", "r001"]
 
 
@@ -633,7 +633,7 @@ def test_logits_in_chunks_and_checkpointed_layers_give_the_same_gradient(
     whole, _ = gradients(policy, ROWS, CPU)
     found, _ = gradients(policy, ROWS, Machine(gradient_checkpointing=True))
     assert_near(found, whole, 1e-6)
-    monkeypatch.setattr(update, "LOGITS_AT_ONCE", 5 * VOCABULARY)
+    monkeypatch.setattr(logprobs, "LOGITS_AT_ONCE", 5 * VOCABULARY)
     found, _ = gradients(policy, ROWS, CPU)
     assert_near(found, whole, 1e-6)
 

@@ -1,0 +1,121 @@
+"""The batch as the trainer sees it: sound rows, as tensors, in micro-batches of equal lengths."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import polars as pl
+
+from stages import tables
+from stages.errors import InputError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# a micro-batch ends where rows get this much shorter than its longest, if it is worth a forward
+SHORTER, WORTH = 0.8, 1024
+
+
+@dataclass(eq=False)
+class Response:
+    """One row of the batch that has tokens to learn from."""
+
+    prompt_ids: "Tensor"
+    response_ids: "Tensor"  # [T], as all below
+    sampler_logprobs: "Tensor"
+    advantage: float
+    temperature: float
+    fresh: bool  # sampled from the policy that is updated, not carried from an earlier step
+    old_logprobs: "Tensor" = field(init=False)
+    weights: "Tensor" = field(init=False)  # of truncated importance sampling
+
+    def __len__(self) -> int:
+        return len(self.prompt_ids) + len(self.response_ids)
+
+
+_LOGPROBS = pl.col("sampler_logprobs")
+BAD = (  # column, what is wrong, in which rows
+    ("response_id", "occurs more than once", pl.col("response_id").is_duplicated()),
+    ("prompt_ids", "is empty", pl.col("prompt_ids").list.len() == 0),
+    ("response_ids", "is empty", pl.col("response_ids").list.len() == 0),
+    (
+        "sampler_logprobs",
+        "is not one number per response token",
+        _LOGPROBS.list.len() != pl.col("response_ids").list.len(),
+    ),
+    (
+        "sampler_logprobs",
+        "holds a number that is not finite",
+        ~_LOGPROBS.list.eval(pl.element().is_finite().fill_null(False)).list.all(),
+    ),
+    ("reward", "is not finite (null is for unscored)", ~pl.col("reward").is_finite()),
+    ("advantage", "is not finite", ~pl.col("advantage").is_finite()),
+    (
+        "temperature",
+        "is not a positive number",
+        ~(pl.col("temperature").is_finite() & (pl.col("temperature") > 0)),
+    ),
+)
+
+
+def read(batch: Path) -> pl.DataFrame:
+    """The rows, all of them sound, sorted by response_id so that their order cannot matter."""
+    rows = tables.read(batch, "batch").sort("response_id")
+    for column, wrong, condition in BAD:
+        bad = rows.filter(condition)
+        if len(bad):
+            raise InputError(
+                f"batch in {batch}: {column} of response '{bad['response_id'][0]}' {wrong}"
+                + (f" (and {len(bad) - 1} more rows)" if len(bad) > 1 else "")
+            )
+    return rows
+
+
+def trainable(rows: pl.DataFrame, *, mask_truncated: bool) -> pl.DataFrame:
+    """The rows whose tokens count: those scored and, if asked, not cut off by the engine."""
+    counts = pl.col("reward").is_not_null()
+    if mask_truncated:
+        counts &= pl.col("finish_reason") != "length"
+    return rows.filter(counts)
+
+
+def responses_of(rows: pl.DataFrame) -> list[Response]:
+    """The rows as tensors; token ids exactly as stored."""
+    import torch
+
+    def ragged(column: str) -> "Sequence[Tensor]":
+        flat = torch.tensor(rows[column].explode().to_numpy())
+        return torch.split(flat, rows[column].list.len().to_list())
+
+    return [
+        Response(*values)
+        for values in zip(
+            ragged("prompt_ids"),
+            ragged("response_ids"),
+            ragged("sampler_logprobs"),
+            rows["advantage"],
+            rows["temperature"],
+            rows["age"] == 0,
+            strict=True,
+        )
+    ]
+
+
+def micro_batches(responses: list[Response], *, budget: int) -> Iterator[list[Response]]:
+    """Split by length, so that little is padding: at most `budget` padded tokens each, or one row.
+
+    The longest come first: what does not fit the memory fails at once.
+    """
+    part: list[Response] = []
+    for response in sorted(responses, key=len, reverse=True):  # stable: ties by response_id
+        if part:
+            longest = len(part[0])
+            full = (len(part) + 1) * longest > budget
+            wasteful = len(response) < SHORTER * longest and len(part) * longest >= WORTH
+            if full or wasteful:
+                yield part
+                part = []
+        part.append(response)
+    if part:
+        yield part
