@@ -357,19 +357,19 @@ def test_every_group_is_accounted_for_and_the_batch_holds_the_kept_ones_whole(
 
 def test_a_missing_score_is_named(tmp_path: Path) -> None:
     rollouts, scores = groups(a=MIXED)
-    with pytest.raises(InputError, match="1 responses of the rollouts .* 'an1'"):
+    with pytest.raises(InputError, match=r"1 responses of the rollouts .* 'an1'"):
         run(tmp_path, (rollouts, scores[:1]))
 
 
 def test_a_score_without_its_response_is_named(tmp_path: Path) -> None:
     rollouts, scores = groups(a=MIXED)
-    with pytest.raises(InputError, match="1 responses of the scores .* 'an0'"):
+    with pytest.raises(InputError, match=r"1 responses of the scores .* 'an0'"):
         run(tmp_path, (rollouts[1:], scores))
 
 
 def test_a_response_that_occurs_twice_is_named(tmp_path: Path) -> None:
     one = groups(a=MIXED)
-    with pytest.raises(InputError, match="'an.' occurs more than once in the rollouts"):
+    with pytest.raises(InputError, match=r"'an.' occurs more than once in the rollouts"):
         run(tmp_path, one, one)
     rollouts, scores = one
     with pytest.raises(InputError, match="'an1' occurs more than once in the scores"):

@@ -142,7 +142,7 @@ def test_a_response_has_room_for_what_the_context_leaves(policy: Path) -> None:
 
 
 def test_prompts_that_are_empty_or_fill_the_context_are_skipped_by_name(policy: Path) -> None:
-    contents = [text for text in ("1" * 8, "1" * 62, "1" * 63, "", " \n")]  # + 2 role tokens
+    contents = ("1" * 8, "1" * 62, "1" * 63, "", " \n")  # + 2 role tokens
     config = CONFIG.model_copy(update={"context": 64, "n": 2})
     frame, skipped = sample(asked(*contents), policy_path=policy, config=config, machine=CPU)
     assert frame["prompt_id"].to_list() == ["p0", "p0"]

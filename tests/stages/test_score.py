@@ -50,7 +50,7 @@ def test_the_penalty_at_the_edges(case: dict[str, float], tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("case", OVERLONG["must_reject"], ids=str)
 def test_a_buffer_that_does_not_fit_is_refused(case: dict[str, object]) -> None:
-    with pytest.raises(ValidationError, match="0 < l_cache <= l_max.*overlong=false"):
+    with pytest.raises(ValidationError, match=r"0 < l_cache <= l_max.*overlong=false"):
         Config(**settings(case))
 
 

@@ -113,7 +113,7 @@ def test_numbers_are_not_taken_for_text_nor_decimals_for_integers(
 
 def test_every_missing_column_is_named(tmp_path: Path) -> None:
     pl.DataFrame({"prompt_id": ["p"], "answer": ["1"]}).write_parquet(tmp_path / "p.parquet")
-    with pytest.raises(InputError, match="'prompt' .* missing.*'task' .* missing"):
+    with pytest.raises(InputError, match=r"'prompt' .* missing.*'task' .* missing"):
         tables.scan(tmp_path, "prompts")
 
 
