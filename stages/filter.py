@@ -35,7 +35,7 @@ def run(
     Writes `groups` (one row each, with decision and reason), `batch` (the responses of the kept
     groups) and `carried` (those of the surplus). The result depends on the rows, not their order.
     """
-    _check_ids(rollouts, scores)
+    _check_ids(rollouts, scores, carried)
     responses = _responses(rollouts, scores, carried)
     groups = decide(responses, config)
     tables.write(out, "groups", groups)
@@ -52,7 +52,7 @@ def decide(responses: pl.LazyFrame, config: Config) -> pl.DataFrame:
     lengths has nothing to teach (Eq. 11: 0 < |right| < n).
     """
     acc, reward = pl.col("acc"), pl.col("reward")  # both null where nobody could score
-    return (
+    return tables.collect(
         # sorted, so that the last bit of a mean does not depend on the order of rows or threads
         responses.select("response_id", "group_id", "prompt_id", "policy", "age", "acc", "reward")
         .sort("response_id")
@@ -79,8 +79,8 @@ def decide(responses: pl.LazyFrame, config: Config) -> pl.DataFrame:
             .then(pl.lit("dropped"))
             .otherwise(pl.lit("kept")),
             reason=pl.when("surplus").then(pl.lit("surplus")).otherwise("reason"),
-        )
-        .collect()
+        ),
+        "rollouts, scores or carried rows",
     )
 
 
@@ -146,34 +146,34 @@ def _rows_of(
 ) -> pl.DataFrame:
     """The responses of the groups so decided, with advantages, sorted by response_id."""
     wanted = groups.lazy().filter(decision=decision).select("group_id")
-    return (
+    return tables.collect(
         responses.join(wanted, on="group_id", how="semi")
         .sort("response_id")  # before the sums, whose last bit depends on the order
         .with_columns(
             advantage=dapo.group_advantages(pl.col("reward"), "group_id", scale=config.scale)
-        )
-        .collect(engine="streaming")
+        ),
+        "rollouts, scores or carried rows",
     )
 
 
-def _check_ids(rollouts: Sequence[Path], scores: Sequence[Path]) -> None:
-    """Every response has exactly one score: joined by id, so position can never mislead."""
-    for sources, table in ((rollouts, "rollouts"), (scores, "scores")):
-        ids = tables.scan(sources, table).select("response_id")
-        twice = ids.filter(pl.col("response_id").is_duplicated()).head(1).collect()
-        if len(twice):
-            raise InputError(f"response_id '{twice.item()}' occurs more than once in the {table}")
-    pairs = ((rollouts, "rollouts", scores, "scores"), (scores, "scores", rollouts, "rollouts"))
-    for left, name, right, other in pairs:
-        lost = (
-            tables.scan(left, name)
-            .select("response_id")
-            .join(tables.scan(right, other), on="response_id", how="anti")
-            .collect()["response_id"]
-            .sort()
-        )
-        if len(lost):
+def _check_ids(rollouts: Sequence[Path], scores: Sequence[Path], carried: Path | None) -> None:
+    """Every response is there once and has one score: joined by id, position cannot mislead."""
+    sampled, scored = _ids(rollouts, "rollouts"), _ids(scores, "scores")
+    candidates = pl.concat([sampled, _ids(carried, "carried")]) if carried else sampled
+    for ids, where in ((candidates, "rollouts and carried rows"), (scored, "scores")):
+        if twice := ids.filter(ids.is_duplicated()).sort().to_list():
+            raise InputError(f"response_id '{twice[0]}' occurs more than once in the {where}")
+    for ids, others, names in (
+        (sampled, scored, ("rollouts", "scores")),
+        (scored, sampled, ("scores", "rollouts")),
+    ):
+        if lost := ids.filter(~ids.is_in(others.implode())).sort().to_list():
             raise InputError(
-                f"{len(lost)} responses of the {name} are missing in the {other}, first "
-                f"'{lost[0]}': give the {other} of every round"
+                f"{len(lost)} responses of the {names[0]} are missing in the {names[1]}, first "
+                f"'{lost[0]}': give the {names[1]} of every round"
             )
+
+
+def _ids(source: Path | Sequence[Path], table: str) -> pl.Series:
+    ids = tables.scan(source, table).select("response_id")
+    return tables.collect(ids, f"{table} in {source}")["response_id"]

@@ -49,7 +49,11 @@ def _from_file(source: Path, config: Config) -> pl.DataFrame:
 def _lines(source: Path) -> list[str]:
     if not source.is_file():
         raise InputError(f"{source} does not exist (looked for prompts)")
-    return [line for line in source.read_text(encoding="utf-8").split("\n") if line.strip()]
+    try:
+        text = source.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{source} is not UTF-8 text: {error}") from error
+    return [line for line in text.split("\n") if line.strip()]
 
 
 def _row(source: Path, number: int, line: str, config: Config) -> dict[str, object]:
@@ -59,10 +63,10 @@ def _row(source: Path, number: int, line: str, config: Config) -> dict[str, obje
         prompt, answer = row["prompt"], row["answer"]
         meta = row.get("meta")
         return {
-            "prompt_id": str(row["prompt_id"]),
+            "prompt_id": _text(row["prompt_id"]),
             "prompt": [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt,
-            "answer": None if answer is None else str(answer),
-            "task": row.get("task", config.task),
+            "answer": _text(answer),
+            "task": _text(row.get("task", config.task)),
             "meta": meta if meta is None or isinstance(meta, str) else json.dumps(meta),
         }
     except (ValueError, TypeError, AttributeError, KeyError) as error:
@@ -70,3 +74,8 @@ def _row(source: Path, number: int, line: str, config: Config) -> dict[str, obje
             f"{source}, line {number}: expected an object with prompt_id, prompt and answer "
             f"({type(error).__name__}: {error})"
         ) from error
+
+
+def _text(value: object) -> str | None:
+    """A number's text; null stays null, for the check of the whole table to name its row."""
+    return None if value is None else str(value)

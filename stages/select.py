@@ -65,7 +65,7 @@ def shuffled(prompt_ids: pl.Series, *, seed: int, epoch: int) -> list[str]:
 
 
 def _next_position(previous: Path) -> int:
-    last = tables.scan(previous, "selection").select(pl.col("position").max()).collect().item()
-    if last is None:
+    positions = tables.read(previous, "selection")["position"].to_list()
+    if not positions:
         raise InputError(f"{previous}: the previous selection has no rows")
-    return last + 1
+    return max(positions) + 1

@@ -173,11 +173,16 @@ def scan(source: Path | Sequence[Path], table: str) -> pl.LazyFrame:
 
 
 def read(source: Path | Sequence[Path], table: str) -> pl.DataFrame:
-    """`scan`, collected; values that do not fit the column's type raise `InputError`."""
+    """`scan`, collected."""
+    return collect(scan(source, table), f"{table} in {source}")
+
+
+def collect(query: pl.LazyFrame, what: str) -> pl.DataFrame:
+    """The result of a query over scans of `what`; a value that does not fit is an `InputError`."""
     try:
-        return scan(source, table).collect(engine="streaming")
+        return query.collect()
     except pl.exceptions.PolarsError as error:
-        raise InputError(f"{table} in {source}: {error}") from error
+        raise InputError(f"{what}: {error}") from error
 
 
 def read_prompts(source: Path) -> pl.DataFrame:
@@ -192,6 +197,12 @@ def check_prompts(frame: pl.DataFrame, source: Path) -> pl.DataFrame:
     for column in ("prompt_id", "prompt", "answer", "task"):
         if nulls := frame[column].is_null().arg_true().to_list():
             raise InputError(f"{source}: column '{column}' is null in row {nulls[0]}")
+    part = pl.element().struct
+    incomplete = pl.col("prompt").list.eval(
+        part.field("role").is_null() | part.field("content").is_null()
+    )
+    if bad := frame.select(incomplete.list.any()).to_series().arg_true().to_list():
+        raise InputError(f"{source}: a message of row {bad[0]} lacks its role or content")
     if twice := frame.filter(pl.col("prompt_id").is_duplicated())["prompt_id"].to_list():
         raise InputError(
             f"{source}: prompt_id '{twice[0]}' occurs more than once; ids must be unique"

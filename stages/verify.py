@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import polars as pl
 
+from stages import tables
 from stages.errors import InputError
 
 
@@ -58,10 +59,11 @@ def judge_all(rollouts: pl.LazyFrame, prompts: pl.LazyFrame) -> pl.DataFrame:
     Responses find their gold answer by prompt_id; one whose prompt is unknown is an `InputError`.
     """
     asked = prompts.select("prompt_id", "task", "answer")
-    answered = (
-        rollouts.select("response_id", "group_id", "prompt_id", "length", "finish_reason", "text")
-        .join(asked, on="prompt_id", how="left", maintain_order="left")
-        .collect()
+    answered = tables.collect(
+        rollouts.select(
+            "response_id", "group_id", "prompt_id", "length", "finish_reason", "text"
+        ).join(asked, on="prompt_id", how="left", maintain_order="left"),
+        "rollouts or prompts",
     )
     if lost := answered.filter(pl.col("answer").is_null())["prompt_id"].to_list():
         raise InputError(f"prompt_id '{lost[0]}' of the rollouts is not in the prompts table")

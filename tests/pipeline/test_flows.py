@@ -182,6 +182,6 @@ def test_nothing_outlives_a_run_that_is_killed_not_even_prefects_own_server(
     assert any("pipeline.worker" in process.cmdline() for process in started)
     os.kill(run.pid, blow)
     run.wait()
-    gone, alive = psutil.wait_procs(started, timeout=10)
+    _, alive = psutil.wait_procs(started, timeout=10)
     assert not alive
     assert run.returncode == (-signal.SIGKILL if blow == signal.SIGKILL else 128 + signal.SIGTERM)

@@ -253,7 +253,6 @@ def test_a_carried_group_keeps_the_policy_that_sampled_it(tmp_path: Path) -> Non
     assert dict(second.batch.select("group_id", "policy").iter_rows()) == {"b": "base", "c": "new"}
 
 
-@pytest.mark.xfail(reason="filter does not yet compare carried ids with fresh ones", strict=True)
 def test_a_group_may_not_be_both_fresh_and_carried(tmp_path: Path) -> None:
     first = run(tmp_path, groups(a=MIXED, b=MIXED), batch_groups=1)
     with pytest.raises(InputError, match="'bn0'"):

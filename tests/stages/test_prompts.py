@@ -128,3 +128,24 @@ def test_prompts_of_equal_text_stay_separate_and_are_counted(tmp_path: Path) -> 
     metrics = prompts.run(source=VECTORS / "prompts_dup.jsonl", out=out, config=config, machine=CPU)
     assert tables.read(out, "prompts")["prompt_id"].to_list() == ["q1", "q2", "q3", "q4"]
     assert metrics == {"prompts": 4, "repeated_texts": 2}  # q3 differs by a space
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt_id": None, "prompt": "1+1", "answer": 2}, "'prompt_id' is null in row 0"),
+        ({"prompt_id": "a", "prompt": [{"role": "user"}], "answer": 2}, "row 0 lacks its role"),
+        ({"prompt_id": "a", "prompt": [{"content": "1"}], "answer": 2}, "row 0 lacks its role"),
+    ],
+)
+def test_a_row_that_nobody_could_ask_is_named(
+    tmp_path: Path, row: dict[str, object], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        run(tmp_path, lines(tmp_path, row))
+
+
+def test_a_file_in_another_encoding_is_named(tmp_path: Path) -> None:
+    (tmp_path / "mine.jsonl").write_bytes('{"prompt": "é"}'.encode("latin-1"))
+    with pytest.raises(InputError, match=r"mine\.jsonl is not UTF-8"):
+        run(tmp_path, tmp_path / "mine.jsonl")

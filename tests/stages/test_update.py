@@ -20,8 +20,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from stages import policy as policies
 from stages import logprobs, responses, tables, update
+from stages import policy as policies
 from stages.errors import EngineMismatch, InputError, NonFinite
 from stages.settings import Machine
 
