@@ -43,7 +43,7 @@ class Config(Settings):
     hidden_size: int = Field(128, ge=1)
     layers: int = Field(2, ge=1)
     heads: int = Field(4, ge=1)
-    head_dim: int = Field(32, ge=2)
+    head_dim: int = Field(32, ge=2, multiple_of=2)  # rotary halves
     mlp_size: int = Field(256, ge=1)
     max_positions: int = Field(256, ge=1)  # prompt and response together
     init_std: float = Field(0.06, gt=0)
