@@ -1,10 +1,12 @@
 """The training loop: which stage comes next, on which artifacts. It runs none of them itself."""
 
+import math
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from pipeline import artifacts
 from pipeline.artifacts import Artifact
@@ -14,6 +16,7 @@ from stages.errors import InputError, Shortage
 from stages.settings import Settings
 
 CONFIG = "config.yaml"
+MARGIN = 1.25  # prompts to spare: a surplus group waits for the next step, a short round costs one
 Inputs = dict[str, Artifact | Path | list[Artifact] | None]
 
 
@@ -25,22 +28,135 @@ class Execute(Protocol):
     ) -> Artifact: ...
 
 
-def step_directory(config: RunConfig, number: int) -> Path:
-    """Where step `number` lives; step 0 is the policy that training starts from."""
-    return config.directory / f"step_{number:04d}"
+def step_name(number: int) -> str:
+    """The directory of step `number`; step 0 is the policy that training starts from."""
+    return f"step_{number:04d}"
+
+
+class Round(NamedTuple):
+    """The artifacts of one round of dynamic sampling."""
+
+    select: Artifact
+    rollout: Artifact
+    score: Artifact
+    filter: Artifact  # over all rounds of the step so far
+
+
+class Step(NamedTuple):
+    """The artifacts of one training step."""
+
+    number: int
+    rounds: list[Round]
+    update: Artifact
+    evaluate: Artifact | None
 
 
 @dataclass(frozen=True)
-class Step:
-    """The artifacts of one training step, in the order of its rounds."""
+class Loop:
+    """What every stage of a run needs: the settings, who runs stages, and the prompts."""
 
-    number: int
-    selections: list[Artifact]
-    rollouts: list[Artifact]
-    scores: list[Artifact]
-    filters: list[Artifact]
-    update: Artifact
-    evaluation: Artifact | None
+    config: RunConfig
+    execute: Execute
+    prompts: Artifact
+    heldout: Artifact
+
+    def stage(self, place: str, stage: str, config: Settings, inputs: Inputs) -> Artifact:
+        """One artifact at `place` below the run, such as `step_0003/round_0/score`."""
+        label = re.sub("_0*(?=[0-9])", "-", place).replace("/", " / ")
+        out = self.config.directory / place
+        return self.execute(label, stage, out=out, config=config, inputs=inputs)
+
+    def base_policy(self) -> Artifact | Path:
+        """The policy that training starts from: somebody's, or one made from scratch."""
+        if self.config.warmstart is None:
+            assert self.config.model.path is not None
+            return self.config.model.path
+        return self.stage(f"{step_name(0)}/warmstart", "warmstart", self.config.warmstart, {})
+
+    def evaluate(self, number: int, policy: Artifact | Path) -> Artifact:
+        """Measure the policy that step `number` made."""
+        inputs: Inputs = {"prompts": self.heldout, "policy": policy}
+        place = f"{step_name(number)}/evaluate"
+        return self.stage(place, "evaluate", self.config.evaluate, inputs)
+
+    def step(self, number: int, policy: Artifact | Path, before: Step | None) -> Step:
+        """Rounds until the batch is full; then the update, and an evaluation where one is due.
+
+        Raises `Shortage` when `max_rounds` are not enough and the schedule says to fail.
+        """
+        schedule = self.config.schedule
+        rounds: list[Round] = []
+        for _ in range(schedule.max_rounds):
+            rounds.append(self.round(number, rounds, policy, before))
+            if not rounds[-1].filter.metrics["short"]:
+                break
+        check_shortage(self.config, rounds)
+        update = self.stage(
+            f"{step_name(number)}/update",
+            "update",
+            self.config.update,
+            {"batch": rounds[-1].filter, "policy": policy},
+        )
+        every = schedule.evaluate_every
+        due = number == schedule.steps or (every and number % every == 0)
+        return Step(number, rounds, update, self.evaluate(number, update) if due else None)
+
+    def round(
+        self, number: int, rounds: list[Round], policy: Artifact | Path, before: Step | None
+    ) -> Round:
+        """One more round after the step's `rounds` so far."""
+        config, place = self.config, f"{step_name(number)}/round_{len(rounds)}"
+        earlier = [*(before.rounds if before else []), *rounds]
+        changes = {"step": number, "round": len(rounds), "size": self.round_size(rounds, before)}
+        select = self.stage(
+            f"{place}/select",
+            "select",
+            config.select.model_copy(update=changes),
+            {"prompts": self.prompts, "previous": earlier[-1].select if earlier else None},
+        )
+        rollout = self.stage(
+            f"{place}/rollout",
+            "rollout",
+            config.rollout,
+            {"selection": select, "prompts": self.prompts, "policy": policy},
+        )
+        score = self.stage(
+            f"{place}/score",
+            "score",
+            config.score,
+            {"rollouts": rollout, "prompts": self.prompts},
+        )
+        filter = self.stage(
+            f"{place}/filter",
+            "filter",
+            config.filter,
+            {
+                "rollouts": [*(r.rollout for r in rounds), rollout],
+                "scores": [*(r.score for r in rounds), score],
+                "carried": before.rounds[-1].filter if before else None,
+            },
+        )
+        return Round(select, rollout, score, filter)
+
+    def round_size(self, rounds: list[Round], before: Step | None) -> int:
+        """How many prompts to ask: what the batch lacks ÷ the share that was informative.
+
+        The share is that of this step and the one before. At least one prompt, so that every
+        update has fresh samples to measure the sampler by; at most `select.size`, which the very
+        first round asks.
+        """
+        last = [
+            made[-1].filter.metrics for made in (before.rounds if before else [], rounds) if made
+        ]
+        if not last:
+            return self.config.select.size
+        lacking = (
+            last[-1]["short"] if rounds else self.config.filter.batch_groups - last[-1]["carried"]
+        )
+        fresh = sum(metrics["fresh"] for metrics in last)
+        informative = sum(metrics["fresh_informative"] for metrics in last)
+        size = math.ceil(MARGIN * lacking * fresh / max(informative, 1))
+        return min(max(size, 1), self.config.select.size)
 
 
 def train(
@@ -61,131 +177,21 @@ def train(
         )
         for name, source in (("prompts", config.prompts), ("heldout", config.heldout))
     )
-    policy = base_policy(config, execute)
-    evaluation = evaluate(config, execute, 0, heldout=heldout, policy=policy)
-    before: Step | None = None
+    loop = Loop(config, execute, prompts, heldout)
+    policy = loop.base_policy()
+    evaluation = loop.evaluate(0, policy)
+    step: Step | None = None
     for number in range(1, config.schedule.steps + 1):
-        before = train_step(
-            config, execute, number, prompts=prompts, heldout=heldout, policy=policy, before=before
-        )
-        policy, evaluation = before.update, before.evaluation or evaluation
-        stepped(before)
+        step = loop.step(number, policy, step)
+        policy, evaluation = step.update, step.evaluate or evaluation
+        stepped(step)
         retire_old_policies(config, newest=number)
     return evaluation
 
 
-def base_policy(config: RunConfig, execute: Execute) -> Artifact | Path:
-    """The policy that training starts from: somebody's, or one made from scratch."""
-    if config.warmstart is None:
-        assert config.model.path is not None
-        return config.model.path
-    out = step_directory(config, 0) / "warmstart"
-    return execute("step-0 / warmstart", "warmstart", out=out, config=config.warmstart, inputs={})
-
-
-def train_step(
-    config: RunConfig,
-    execute: Execute,
-    number: int,
-    *,
-    prompts: Artifact,
-    heldout: Artifact,
-    policy: Artifact | Path,
-    before: Step | None,
-) -> Step:
-    """Rounds of select, rollout, score, filter until the batch is full; then the update."""
-    selections = before.selections[-1:] if before else []
-    rollouts: list[Artifact] = []
-    scores: list[Artifact] = []
-    filters: list[Artifact] = []
-    for round in range(config.schedule.max_rounds):
-        place = Place(config, execute, number, round)
-        selections.append(
-            place.run(
-                "select",
-                config.select.model_copy(update={"step": number, "round": round}),
-                {"prompts": prompts, "previous": selections[-1] if selections else None},
-            )
-        )
-        rollouts.append(
-            place.run(
-                "rollout",
-                config.rollout,
-                {"selection": selections[-1], "prompts": prompts, "policy": policy},
-            )
-        )
-        scores.append(
-            place.run("score", config.score, {"rollouts": rollouts[-1], "prompts": prompts})
-        )
-        filters.append(
-            place.run(
-                "filter",
-                config.filter,
-                {
-                    "rollouts": list(rollouts),
-                    "scores": list(scores),
-                    "carried": before.filters[-1] if before else None,
-                },
-            )
-        )
-        if not filters[-1].metrics["short"]:
-            break
-    check_shortage(config, filters)
-    update = execute(
-        f"step-{number} / update",
-        "update",
-        out=step_directory(config, number) / "update",
-        config=config.update,
-        inputs={"batch": filters[-1], "policy": policy},
-    )
-    due = number == config.schedule.steps or (
-        config.schedule.evaluate_every and number % config.schedule.evaluate_every == 0
-    )
-    evaluation = evaluate(config, execute, number, heldout=heldout, policy=update) if due else None
-    new_selections = selections[-len(rollouts) :]
-    return Step(number, new_selections, rollouts, scores, filters, update, evaluation)
-
-
-def evaluate(
-    config: RunConfig,
-    execute: Execute,
-    number: int,
-    *,
-    heldout: Artifact,
-    policy: Artifact | Path,
-) -> Artifact:
-    """Measure the policy that step `number` made."""
-    return execute(
-        f"step-{number} / evaluate",
-        "evaluate",
-        out=step_directory(config, number) / "evaluate",
-        config=config.evaluate,
-        inputs={"prompts": heldout, "policy": policy},
-    )
-
-
-@dataclass(frozen=True)
-class Place:
-    """One round of one step: where its artifacts go and what its tasks are called."""
-
-    config: RunConfig
-    execute: Execute
-    step: int
-    round: int
-
-    def run(self, stage: str, config: Settings, inputs: Inputs) -> Artifact:
-        return self.execute(
-            f"step-{self.step} / round-{self.round} / {stage}",
-            stage,
-            out=step_directory(self.config, self.step) / f"round_{self.round}" / stage,
-            config=config,
-            inputs=inputs,
-        )
-
-
-def check_shortage(config: RunConfig, filters: list[Artifact]) -> None:
-    """Raise `Shortage` with the counts if the batch is short and the policy says so."""
-    counts = filters[-1].metrics
+def check_shortage(config: RunConfig, rounds: list[Round]) -> None:
+    """Raise `Shortage` with the counts if the batch is short and the schedule says so."""
+    counts = rounds[-1].filter.metrics
     train_short = config.schedule.on_shortage == "train_short" and counts["kept"]
     if not counts["short"] or train_short:
         return
@@ -195,7 +201,7 @@ def check_shortage(config: RunConfig, filters: list[Artifact]) -> None:
         if name.startswith("reason/")
     )
     raise Shortage(
-        f"kept {counts['kept']} of {config.filter.batch_groups} groups after {len(filters)} "
+        f"kept {counts['kept']} of {config.filter.batch_groups} groups after {len(rounds)} "
         f"rounds ({reasons}); everything sampled is saved. Raise schedule.max_rounds to go on, "
         "or set schedule.on_shortage=train_short, or choose easier or harder prompts"
     )
@@ -206,7 +212,7 @@ def retire_old_policies(config: RunConfig, *, newest: int) -> None:
     if config.schedule.keep_policies is None:
         return
     for number in range(1, newest - config.schedule.keep_policies + 1):
-        update = artifacts.load(step_directory(config, number) / "update")
+        update = artifacts.load(config.directory / step_name(number) / "update")
         if not update.retired:
             artifacts.retire(update)
 

@@ -7,16 +7,17 @@ import polars as pl
 from pipeline import artifacts
 from pipeline.artifacts import Artifact
 from pipeline.config import RunConfig
-from pipeline.loop import Step, step_directory
+from pipeline.loop import Round, Step, step_name
 from stages import tables
 
 SAMPLES = 8
+UPDATE_METRICS = ("entropy", "clip_fraction_low", "clip_fraction_high", "gap_mean", "gap_max")
 
 
 def line(step: Step) -> str:
     """One step in one line."""
     n = numbers(step)
-    evaluated = f"  held-out {accuracy(step.evaluation):.3f}" if step.evaluation else ""
+    evaluated = f"  held-out {accuracy(step.evaluate):.3f}" if step.evaluate else ""
     return (
         f"step {step.number:4d}  acc {n['acc']:.3f}  reward {n['reward']:+.3f}  "
         f"length {n['length']:.1f}  truncated {n['truncated']:.3f}  "
@@ -28,7 +29,7 @@ def line(step: Step) -> str:
 
 def result(config: RunConfig, evaluation: Artifact) -> str:
     """What a run came to: held-out accuracy before and after, and where everything lies."""
-    first = artifacts.load(step_directory(config, 0) / "evaluate")
+    first = artifacts.load(config.directory / step_name(0) / "evaluate")
     return (
         f"held-out accuracy {accuracy(first):.3f} → {accuracy(evaluation):.3f} "
         f"(avg@{config.evaluate.n}); look: dapo ls {config.run}"
@@ -37,20 +38,22 @@ def result(config: RunConfig, evaluation: Artifact) -> str:
 
 def numbers(step: Step) -> dict[str, float]:
     """The step's figures: means over the rounds, the last filter's and the update's."""
-    weights = [rollout.metrics["responses"] for rollout in step.rollouts]
 
-    def mean(found: list[Artifact], name: str) -> float:
-        values = [artifact.metrics[name] for artifact in found]
-        pairs = [(v, w) for v, w in zip(values, weights, strict=True) if v is not None]
-        return sum(v * w for v, w in pairs) / max(sum(w for _, w in pairs), 1)
+    def mean(stage: str, name: str) -> float:
+        pairs = [
+            (getattr(r, stage).metrics[name], r.rollout.metrics["responses"]) for r in step.rounds
+        ]
+        there = [(value, weight) for value, weight in pairs if value is not None]
+        return sum(v * w for v, w in there) / max(sum(w for _, w in there), 1)
 
     return {
-        "acc": mean(step.scores, "acc"),
-        "reward": mean(step.scores, "reward"),
-        "length": mean(step.rollouts, "length_mean"),
-        "truncated": mean(step.rollouts, "truncated"),
-        "rounds": len(step.rollouts),
-        **step.filters[-1].metrics,
+        "acc": mean("score", "acc"),
+        "reward": mean("score", "reward"),
+        "length": mean("rollout", "length_mean"),
+        "truncated": mean("rollout", "truncated"),
+        "rounds": len(step.rounds),
+        **step.rounds[-1].filter.metrics,
+        **dict.fromkeys(UPDATE_METRICS, float("nan")),  # an update without a token has none
         **{name: number(value) for name, value in step.update.metrics.items()},
     }
 
@@ -64,14 +67,8 @@ def accuracy(evaluation: Artifact) -> float:
 
 def seconds(step: Step) -> dict[str, float]:
     """Seconds per stage, as their records say; what was served had its time when it was built."""
-    stages = {
-        "select": step.selections,
-        "rollout": step.rollouts,
-        "score": step.scores,
-        "filter": step.filters,
-        "update": [step.update],
-        "evaluate": [step.evaluation] if step.evaluation else [],
-    }
+    stages = {stage: [getattr(r, stage) for r in step.rounds] for stage in Round._fields}
+    stages |= {"update": [step.update], "evaluate": [step.evaluate] if step.evaluate else []}
     spent = {name: sum(a.record["seconds"] for a in found) for name, found in stages.items()}
     return spent | {"total": sum(spent.values())}
 
@@ -82,7 +79,7 @@ def markdown(step: Step) -> str:
     reasons = {k.removeprefix("reason/"): v for k, v in n.items() if k.startswith("reason/")}
     figures = {
         "accuracy of the samples": f"{n['acc']:.3f}",
-        "held-out accuracy": f"{accuracy(step.evaluation):.3f}" if step.evaluation else "–",
+        "held-out accuracy": f"{accuracy(step.evaluate):.3f}" if step.evaluate else "–",
         "reward": f"{n['reward']:+.3f}",
         "length, tokens": f"{n['length']:.1f}",
         "truncated": f"{n['truncated']:.1%}",
@@ -106,9 +103,9 @@ def markdown(step: Step) -> str:
 def samples(step: Step) -> list[dict[str, Any]]:
     """The first responses of the first round, with verdict and reward."""
     columns = ("response_id", "prompt_id", "text", "length", "finish_reason")
-    scores = tables.scan(step.scores[0].path, "scores")
+    scores = tables.scan(step.rounds[0].score.path, "scores")
     return (
-        tables.scan(step.rollouts[0].path, "rollouts")
+        tables.scan(step.rounds[0].rollout.path, "rollouts")
         .select(columns)
         .join(scores.select("response_id", "verdict", "reward"), on="response_id")
         .sort("response_id")

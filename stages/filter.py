@@ -109,13 +109,17 @@ def counts(groups: pl.DataFrame, config: Config) -> dict[str, float]:
     decisions = dict(groups["decision"].value_counts().iter_rows())
     reasons = dict(groups.drop_nulls("reason")["reason"].value_counts().sort("reason").iter_rows())
     kept = decisions.get("kept", 0)
+    fresh = groups.filter(age=0)
     return {
         "groups": len(groups),
         "kept": kept,
         "dropped": decisions.get("dropped", 0),
         "carried": decisions.get("carried", 0),
         "short": max(0, config.batch_groups - kept),
-        "informative": kept + reasons.get("surplus", 0),
+        "fresh": len(fresh),
+        "fresh_informative": int(
+            (fresh["reason"].is_null() | (fresh["reason"] == "surplus")).sum()
+        ),
         "incomplete": float((groups["n"] < groups["n"].max()).sum()),  # lost samples
         **{f"reason/{reason}": count for reason, count in reasons.items()},
     }

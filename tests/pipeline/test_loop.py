@@ -194,6 +194,18 @@ def test_more_rounds_go_on_from_the_groups_that_were_accepted(data: Path) -> Non
     assert batch["group_id"].n_unique() == 10
 
 
+def test_a_round_asks_for_what_the_batch_lacks_by_the_share_that_was_informative(
+    data: Path,
+) -> None:
+    run(data, ["run=sized", "select.size=8", "schedule.steps=3", "filter.batch_groups=6"])
+    sizes = [
+        len(tables.read(path, "selection"))
+        for path in sorted((data / "runs/sized").glob("step_*/round_*/select"))
+    ]
+    # 8 asked, 2 carried; 4 lacking, 5 asked with the margin, 1 carried; 5 lacking, 7 asked
+    assert sizes == [8, 5, 7]
+
+
 def test_train_short_trains_on_what_there_is(data: Path) -> None:
     short = ["run=short", "filter.batch_groups=10", "schedule.steps=1", "schedule.max_rounds=1"]
     run(data, [*short, "schedule.on_shortage=train_short"])
