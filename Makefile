@@ -26,11 +26,12 @@ lint: .venv/installed
 	$(UV) pip install --quiet --python $(BIN)/python --no-deps --editable .
 	touch $@
 
-# the pinned files: the CPU build of torch carries a local version that only some indexes serve
+# The pinned files. The CPU build of torch carries a local version that only some indexes serve;
+# the other build, where it has to do, asks for a triton of its own.
 lock: .venv/installed
 	for kind in cpu gpu; do \
 	  $(UV) pip compile --upgrade --quiet --no-header --no-annotate --extra $$kind --group dev \
-	    pyproject.toml | sed 's/^\(torch==[0-9.]*\)+cpu/\1/; 1i # every version that the '$$kind' environment holds; made by `make lock`' \
+	    pyproject.toml | sed 's/^\(torch==[0-9.]*\)+cpu/\1/; /^triton==/d; 1i # every version that the '$$kind' environment holds; made by `make lock`' \
 	    > requirements-$$kind.txt || exit 1; \
 	done
 

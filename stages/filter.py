@@ -110,6 +110,7 @@ def counts(groups: pl.DataFrame, config: Config) -> dict[str, float]:
     reasons = dict(groups.drop_nulls("reason")["reason"].value_counts().sort("reason").iter_rows())
     kept = decisions.get("kept", 0)
     fresh = groups.filter(age=0)
+    informative = fresh["reason"].is_null() | (fresh["reason"] == "surplus")
     return {
         "groups": len(groups),
         "kept": kept,
@@ -117,9 +118,7 @@ def counts(groups: pl.DataFrame, config: Config) -> dict[str, float]:
         "carried": decisions.get("carried", 0),
         "short": max(0, config.batch_groups - kept),
         "fresh": len(fresh),
-        "fresh_informative": int(
-            (fresh["reason"].is_null() | (fresh["reason"] == "surplus")).sum()
-        ),
+        "fresh_informative": int(informative.sum()),
         "incomplete": float((groups["n"] < groups["n"].max()).sum()),  # lost samples
         **{f"reason/{reason}": count for reason, count in reasons.items()},
     }
