@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from pipeline import runner
@@ -18,6 +19,16 @@ from stages import progress
 from stages.errors import EngineMismatch, InputError, NonFinite, Shortage
 
 MENDABLE = (InputError, Shortage, NonFinite, EngineMismatch)
+HEADLINES = {
+    "prompts": ("prompts",),
+    "warmstart": ("sampled_acc",),
+    "rollout": ("tokens", "truncated"),
+    "score": ("acc", "reward"),
+    "filter": ("kept", "dropped", "carried"),
+    "update": ("loss", "entropy", "grad_norm"),
+    "evaluate": ("avg@", "truncated"),
+}
+SHOWN_ITEMS, SHOWN_LETTERS = 6, 120
 NOTHING_TRAINED = 3  # exit code of an update whose batch had no token to learn from
 
 out = Console()
@@ -45,7 +56,7 @@ def main() -> None:
     try:
         app()
     except MENDABLE as error:
-        err.print(f"[bold red]error:[/] {error}", highlight=False, markup=True)
+        err.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         sys.exit(2)
 
 
@@ -144,7 +155,7 @@ def ls(
         {
             **row,
             "rows": " ".join(f"{table} {count}" for table, count in row["rows"].items()),
-            "metrics": " ".join(_metric(name, value) for name, value in row["metrics"].items()),
+            "metrics": "  ".join(_headlines(row["stage"], row["metrics"])),
         }
         for row in rows
     ]
@@ -154,7 +165,7 @@ def ls(
 @app.command()
 def show(
     path: Annotated[Path, typer.Argument(help="An artifact, a table in it, or a Parquet file.")],
-    rows: Annotated[int, typer.Option(min=0, help="Rows of each table to show.")] = 5,
+    rows: Annotated[int, typer.Option(min=0, help="Rows of each table to show.")] = 3,
     json_: Json = False,
 ) -> None:
     """Show an artifact: its record, and the schema and first rows of its tables.
@@ -171,7 +182,7 @@ def show(
         out.print_json(json.dumps(shown["record"]))
     for name, table in shown["tables"].items():
         out.print(f"[bold]{name}[/]  {table['count']} rows")
-        _table(" ".join(table["schema"]), table["rows"], as_json=False, types=table["schema"])
+        _on_its_side(table["schema"], table["rows"])
 
 
 @app.command()
@@ -291,24 +302,39 @@ def _describe(made: Any, *, served: bool = False) -> None:
     _say(f"{'served' if served else 'built'} {made.path}\n{metrics}")
 
 
+def _headlines(stage: str, metrics: dict[str, Any]) -> Iterator[str]:
+    """The few metrics of a stage that a list has room for; `dapo show` has all of them."""
+    wanted = HEADLINES.get(stage, ())
+    return (_metric(name, value) for name, value in metrics.items() if name.startswith(wanted))
+
+
 def _metric(name: str, value: Any) -> str:
     return f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
 
 
-def _table(
-    columns: str, rows: list[dict[str, Any]], *, as_json: bool, types: dict[str, str] | None = None
-) -> None:
+def _table(columns: str, rows: list[dict[str, Any]], *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(rows, indent=1))
         return
-    table = Table(header_style="bold")
-    for name in columns.split():
-        table.add_column(f"{name}\n[dim]{types[name]}[/]" if types else name, overflow="fold")
+    table = Table(*columns.split(), header_style="bold")
     for row in rows:
         table.add_row(*(_cell(row[name]) for name in columns.split()))
     out.print(table)
 
 
+def _on_its_side(schema: dict[str, str], rows: list[dict[str, Any]]) -> None:
+    """A line per column, for tables have many of them: its type, and its value in each row."""
+    table = Table("column", "type", *(f"row {i}" for i in range(len(rows))), header_style="bold")
+    for name, kind in schema.items():
+        table.add_row(name, f"[dim]{escape(kind)}[/]", *(_cell(row[name]) for row in rows))
+    out.print(table)
+
+
 def _cell(value: Any) -> str:
-    text = f"{value:.3f}" if isinstance(value, float) else str(value)
-    return text if len(text) <= 120 else f"{text[:117]}…"
+    """A value as text that fits a cell; what a model wrote steers neither markup nor terminal."""
+    if isinstance(value, list) and len(value) > SHOWN_ITEMS:
+        shown = ", ".join(_cell(item) for item in value[:SHOWN_ITEMS])
+        return f"{shown}, … {len(value)} in all"
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    text = "".join(c if c.isprintable() or c == "\n" else "�" for c in text)
+    return escape(text if len(text) <= SHOWN_LETTERS else f"{text[:SHOWN_LETTERS]}…")

@@ -92,11 +92,7 @@ class VLLM:
 
     def _start(self, path: Path) -> Any:
         machine = self.machine
-        settings = {
-            "VLLM_LOGGING_LEVEL": "WARNING",
-            "VLLM_NO_USAGE_STATS": "1",
-            "OMP_NUM_THREADS": str(machine.threads),
-        }
+        settings = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
         if machine.device == "cpu":
             settings |= {
                 "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

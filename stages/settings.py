@@ -16,7 +16,9 @@ class Machine(Settings):
 
     device: Literal["cpu", "cuda"] = "cpu"
     dtype: Literal["float32", "bfloat16"] = "float32"
-    threads: int = Field(1, ge=1)  # of torch, in the trainer and in the engine
+    threads: int = Field(
+        1, ge=1
+    )  # of torch; vLLM on CPU heeds OMP_NUM_THREADS, else takes all cores
     micro_batch_tokens: int = Field(16384, ge=1)  # padded tokens in one forward pass
     gradient_checkpointing: bool = False
     # vLLM
