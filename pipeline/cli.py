@@ -294,7 +294,7 @@ def _progress() -> Iterator[None]:
 
 
 def _say(text: str) -> None:
-    out.print(text, highlight=False, soft_wrap=True, markup=False)
+    print(text, flush=True)  # not by a console of its own: the bar has to make room
 
 
 def _describe(made: Any, *, served: bool = False) -> None:
