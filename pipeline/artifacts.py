@@ -198,7 +198,7 @@ def publish(
         "code": _code(),
         **details,
     }
-    _write_durably(building / RECORD, json.dumps(record, indent=1, ensure_ascii=False))
+    write_durably(building / RECORD, json.dumps(record, indent=1, ensure_ascii=False))
     if out.exists():
         if not replace_existing:
             raise InputError(f"{out} exists already; choose another --out or delete it")
@@ -221,7 +221,7 @@ def retire(artifact: Artifact) -> Artifact:
     }
     retired = replace(artifact, record={**artifact.record, "files": files})
     # the record first: a crash in between leaves files too many, not a record that lies
-    _write_durably(artifact.path / RECORD, json.dumps(retired.record, indent=1))
+    write_durably(artifact.path / RECORD, json.dumps(retired.record, indent=1))
     for name, file in files.items():
         if file.get("retired"):
             (artifact.path / name).unlink(missing_ok=True)
@@ -290,7 +290,8 @@ def _sha256_of(path: Path, size: int, mtime_ns: int) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _write_durably(path: Path, text: str) -> None:
+def write_durably(path: Path, text: str) -> None:
+    """Put `text` at `path`, whole or not at all."""
     partial = path.with_suffix(".partial")
     with partial.open("w", encoding="utf-8") as file:
         file.write(text)

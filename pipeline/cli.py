@@ -15,6 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from pipeline import runner
+from pipeline.worker import StageTimeout, WorkerDied
 from stages import progress
 from stages.errors import EngineMismatch, InputError, NonFinite, Shortage
 
@@ -52,9 +53,15 @@ Run = Annotated[str, typer.Argument(help="A run's name, or its directory.", meta
 
 
 def main() -> None:
-    """Run the command; a mendable error is one message without a traceback, and exit code 2."""
+    """Run the command; an error that explains itself is one message without a traceback."""
     try:
         app()
+    except (WorkerDied, StageTimeout) as error:
+        err.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        err.print("interrupted; the same command goes on from here")
+        sys.exit(128 + signal.SIGINT)
     except MENDABLE as error:
         err.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         sys.exit(2)

@@ -250,7 +250,7 @@ def opened(text: str, *, force: bool = False) -> Iterator[tuple[RunConfig, Runne
         saved = config.directory / CONFIG
         if saved.exists() and not force:
             _check_same_settings(parse(saved.read_text()), config)
-        saved.write_text(text)
+        artifacts.write_durably(saved, text)
         with Runner(config.machine, logs=config.directory / "logs", force=force) as runner:
             yield config, runner
 

@@ -34,7 +34,8 @@ class Rerun:
         """
         original = artifacts.load_unchanged(_place(run, step=step, stage=stage, round=round))
         text = (run / CONFIG).read_text()
-        before, after = parse(text).stage_settings(), parse(text, overrides).stage_settings()
+        config = parse(text)
+        before, after = config.stage_settings(), parse(text, overrides).stage_settings()
         changed = {key: after[key] for key in after if after[key] != before[key]}
         key = original.path.name if stage == "prompts" else stage
         if foreign := [name for name in changed if not name.startswith(f"{key}.")]:
@@ -42,8 +43,8 @@ class Rerun:
         settings = original.recipe.config | {
             name.removeprefix(f"{key}."): value for name, value in changed.items()
         }
-        kind = type(getattr(parse(text), key))
-        return cls(original, kind(**settings), parse(text), altered=bool(changed))
+        kind = type(getattr(config, key))
+        return cls(original, kind(**settings), config, altered=bool(changed))
 
     def build(self, *, out: Path | None, replace: bool) -> Artifact:
         """Build it at `out`, in the original's place, or beside it as the next variant."""

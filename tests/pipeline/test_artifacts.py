@@ -125,13 +125,13 @@ def test_a_full_disk_leaves_what_was_there_before(
 ) -> None:
     if replace:
         publish(tmp_path / "score", "old")
-    write = artifacts._write_durably
+    write = artifacts.write_durably
 
     def full(path: Path, text: str) -> None:
         write(path, text[:10])
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(artifacts, "_write_durably", full)
+    monkeypatch.setattr(artifacts, "write_durably", full)
     with pytest.raises(OSError, match="No space left"):
         publish(tmp_path / "score", "new", replace=True)
     assert [p.name for p in tmp_path.iterdir()] == (["score"] if replace else [])

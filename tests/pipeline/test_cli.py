@@ -198,3 +198,13 @@ def test_a_rerun_of_a_middle_round_is_refused_for_another_stages_setting(data: P
         *("rerun", "--run", "small", "--step", "1", "--stage", "score", "update.lr=1"), data=data
     )
     assert refused.returncode == 2 and "update.lr does not concern score" in refused.stderr
+
+
+def test_a_stage_that_exceeds_its_time_limit_ends_the_command(data: Path, tmp_path: Path) -> None:
+    batch, policy = round_of(data) / "filter", data / "runs/small/step_0000/warmstart"
+    ended = dapo(
+        *("update", "--batch", batch, "--policy", policy, "--out", tmp_path / "out"),
+        *(*SMALL, "machine.stage_timeout_s=0.2"),
+    )
+    assert ended.returncode == 1 and "longer than 0.2 s" in ended.stderr
+    assert "Traceback" not in ended.stderr and not (tmp_path / "out").exists()

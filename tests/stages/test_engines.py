@@ -7,7 +7,6 @@ import json
 import multiprocessing
 import shutil
 from concurrent.futures import ProcessPoolExecutor
-from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,7 +30,6 @@ REQUESTS = [
 Outputs = dict[str, list[Response]]
 
 slow = pytest.mark.slow
-needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 
 
 class Policies(NamedTuple):
@@ -138,7 +136,6 @@ def texts(responses: list[Response]) -> list[list[int]]:
 
 
 @slow
-@needs_vllm
 @pytest.mark.parametrize(("name", "temperature"), [("base", 1.0), ("base cooler", 0.7)])
 def test_vllm_log_probs_are_those_of_a_forward_pass(
     name: str, temperature: float, outputs: Outputs, policies: Policies
@@ -147,7 +144,6 @@ def test_vllm_log_probs_are_those_of_a_forward_pass(
 
 
 @slow
-@needs_vllm
 def test_the_gap_would_show_a_wrong_temperature_or_policy(
     outputs: Outputs, policies: Policies
 ) -> None:
@@ -156,13 +152,11 @@ def test_the_gap_would_show_a_wrong_temperature_or_policy(
 
 
 @slow
-@needs_vllm
 def test_vllm_repeats_itself_for_one_seed(outputs: Outputs) -> None:
     assert outputs["base again"] == outputs["base"]
 
 
 @slow
-@needs_vllm
 def test_vllm_samples_of_equal_prompts_with_other_seeds_differ(outputs: Outputs) -> None:
     responses = texts(outputs["base"])
     for start in (0, 3, 6):
@@ -170,7 +164,6 @@ def test_vllm_samples_of_equal_prompts_with_other_seeds_differ(outputs: Outputs)
 
 
 @slow
-@needs_vllm
 def test_vllm_serves_the_new_weights_after_a_reload(
     measured: tuple[Outputs, dict[str, bool]], policies: Policies
 ) -> None:
@@ -182,7 +175,6 @@ def test_vllm_serves_the_new_weights_after_a_reload(
 
 
 @slow
-@needs_vllm
 def test_vllm_serves_tied_embeddings_rightly_by_starting_again(
     measured: tuple[Outputs, dict[str, bool]], policies: Policies
 ) -> None:
@@ -195,7 +187,6 @@ def test_vllm_serves_tied_embeddings_rightly_by_starting_again(
 
 
 @slow
-@needs_vllm
 def test_vllm_keeps_whichever_end_token_ended_a_response(
     outputs: Outputs, policies: Policies
 ) -> None:
@@ -208,7 +199,6 @@ def test_vllm_keeps_whichever_end_token_ended_a_response(
 
 
 @slow
-@needs_vllm
 def test_vllm_says_length_where_a_response_was_cut_off(
     outputs: Outputs, policies: Policies
 ) -> None:
