@@ -311,13 +311,16 @@ def _sync_directory(path: Path) -> None:
 @lru_cache(maxsize=1)
 def _code() -> str:
     """The version, and in a checkout the commit, `-dirty` when it has changes of its own."""
+    release, checkout = version("dapo-pipeline"), Path(__file__).parents[1]
+    if not (checkout / ".git").exists() or not shutil.which("git"):
+        return release
     described = subprocess.run(
-        ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"],
+        ["git", "-C", str(checkout), "describe", "--always", "--dirty"],
         capture_output=True,
         text=True,
-        check=False,  # installed from a wheel, there is no repository
+        check=False,  # a repository of somebody else's is none of ours
     )
-    return f"{version('dapo-pipeline')} {described.stdout.strip()}".strip()
+    return f"{release} {described.stdout.strip()}".strip()
 
 
 def _alive(pid: int) -> bool:

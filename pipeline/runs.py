@@ -16,10 +16,11 @@ from stages.errors import InputError
 
 def find(run: str) -> Path:
     """The directory of a run, given by name (below the data root) or by path."""
-    for path in (load().data / "runs" / run, Path(run).absolute()):
+    runs = load().data / "runs"
+    for path in (runs / run, Path(run).absolute()):
         if (path / CONFIG).is_file():
             return path
-    raise InputError(f"there is no run '{run}' (looked in {path.parent}); `dapo ls` lists the runs")
+    raise InputError(f"there is no run '{run}' in {runs}; `dapo ls` lists the runs")
 
 
 def overview() -> list[dict[str, Any]]:
@@ -42,8 +43,6 @@ def _run_row(run: Path) -> dict[str, Any]:
 def artifacts_below(run: Path) -> Iterator[Artifact]:
     """Every artifact of a run, in the order in which a run makes them."""
     paths = {path.parent for path in run.rglob(RECORD) if ".draft-" not in str(path)}
-    if not paths:
-        raise InputError(f"{run} holds no artifacts; is it a run?")
     found = [artifacts.load(path) for path in paths]
     yield from sorted(found, key=lambda artifact: (artifact.record["started"], str(artifact.path)))
 
@@ -139,10 +138,9 @@ def verify(run: Path) -> tuple[int, list[str]]:
     found = list(artifacts_below(run))
     problems = []
     for artifact in found:
-        problems += artifact.changed_files(full=True)
-        problems += [f"{artifact.path} is stale: {which}" for which in stale_inputs(artifact)]
-        if not problems:
-            problems += conservation(artifact)
+        mine = artifact.changed_files(full=True)
+        mine += [f"{artifact.path} is stale: {which}" for which in stale_inputs(artifact)]
+        problems += mine or conservation(artifact)
     return len(found), problems
 
 

@@ -151,6 +151,35 @@ def test_verify_passes_a_whole_run_and_finds_a_lost_row(data: Path) -> None:
     assert "is not the file that the record describes" in " ".join(failed.stdout.split())
 
 
+def test_verify_counts_rows_over_the_stages_not_only_bytes(data: Path) -> None:
+    rollout = artifacts.load(round_of(data) / "rollout")
+    frame = tables.read(rollout.path, "rollouts")
+    with artifacts.draft(rollout.path) as building:  # an honest record of a table that lost a group
+        tables.write(building, "rollouts", frame.filter(pl.col("group_id") != frame["group_id"][0]))
+        tables.write(building, "skipped", tables.read(rollout.path, "skipped"))
+        artifacts.publish(
+            building,
+            rollout.path,
+            recipe=rollout.recipe,
+            metrics={},
+            started=0,
+            replace_existing=True,
+            sources=rollout.record["sources"],
+        )
+    failed = dapo("verify", "small", data=data)
+    assert failed.returncode == 1
+    assert "6 groups selected, but 5 sampled + 0 skipped" in " ".join(failed.stdout.split())
+
+
+def test_a_run_that_has_only_begun_is_listed(data: Path) -> None:
+    (data / "runs" / "begun").mkdir()
+    (data / "runs" / "begun" / "config.yaml").write_text("run: begun\n")
+    listed = {
+        row["run"]: row["steps"] for row in json.loads(dapo("ls", "--json", data=data).stdout)
+    }
+    assert listed == {"small": 2, "begun": 0}
+
+
 def test_an_unknown_run_is_refused_by_name(data: Path) -> None:
     refused = dapo("verify", "smal", data=data)
     assert refused.returncode == 2 and "there is no run 'smal'" in refused.stderr
