@@ -29,7 +29,7 @@ def run(
         machine=machine,
     )
     judged = verify.judge_all(rows.lazy(), asked.lazy())
-    samples = rows.join(judged.drop("group_id", "length"), on="response_id", maintain_order="left")
+    samples = rows.join(judged.drop("length"), on="response_id", maintain_order="left")
     evaluations = (
         samples.group_by("prompt_id")
         .agg(

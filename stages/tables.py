@@ -67,7 +67,6 @@ SCHEMAS: dict[str, pa.Schema] = {
     "skipped": _schema("group_id", prompt_id=pa.string(), reason=pa.string()),
     "scores": _schema(
         "response_id",
-        group_id=pa.string(),
         penalty=pa.float32(),
         reward=(pa.float32(), None),
         **_JUDGED,

@@ -54,15 +54,15 @@ def judge(task: str, text: str, gold: str, *, truncated: bool) -> Verdict:
 
 
 def judge_all(rollouts: pl.LazyFrame, prompts: pl.LazyFrame) -> pl.DataFrame:
-    """One row per response: response_id, group_id, length, acc, verdict, extracted.
+    """One row per response: response_id, length, acc, verdict, extracted.
 
     Responses find their gold answer by prompt_id; one whose prompt is unknown is an `InputError`.
     """
     asked = prompts.select("prompt_id", "task", "answer")
     answered = tables.collect(
-        rollouts.select(
-            "response_id", "group_id", "prompt_id", "length", "finish_reason", "text"
-        ).join(asked, on="prompt_id", how="left", maintain_order="left"),
+        rollouts.select("response_id", "prompt_id", "length", "finish_reason", "text").join(
+            asked, on="prompt_id", how="left", maintain_order="left"
+        ),
         "rollouts or prompts",
     )
     if lost := answered.filter(pl.col("answer").is_null())["prompt_id"].to_list():
@@ -77,9 +77,7 @@ def judge_all(rollouts: pl.LazyFrame, prompts: pl.LazyFrame) -> pl.DataFrame:
         schema={"acc": pl.Float32, "verdict": pl.String, "extracted": pl.String},
         orient="row",
     )
-    return pl.concat(
-        [answered.select("response_id", "group_id", "length"), verdicts], how="horizontal"
-    )
+    return pl.concat([answered.select("response_id", "length"), verdicts], how="horizontal")
 
 
 def _judge(text: str, *, right: Callable[[str], bool]) -> Verdict:

@@ -32,8 +32,7 @@ ROWS: dict[str, dict[str, object]] = {  # a dull row of each table; a test names
     "rollouts": {"group_id": "g", "prompt_id": "p", "sample": 0, "prompt_ids": [4, 5]}
     | {"response_ids": [6, 1], "sampler_logprobs": [-0.5, -0.25], "text": "Answer: 6"}
     | {"length": 2, "finish_reason": "stop", "seed": 7, "temperature": 1.0, "policy": "base"},
-    "scores": {"group_id": "g", "acc": 1.0, "penalty": 0.0, "reward": 1.0}
-    | {"extracted": "6", "verdict": "right"},
+    "scores": {"acc": 1.0, "penalty": 0.0, "reward": 1.0} | {"extracted": "6", "verdict": "right"},
 }
 
 

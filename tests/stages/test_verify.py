@@ -126,7 +126,7 @@ def test_verdicts_keep_the_order_of_the_responses_and_find_gold_by_id() -> None:
 
 def test_no_responses_give_no_verdicts() -> None:
     judged = verify.judge_all(rows("rollouts").lazy(), rows("prompts").lazy())
-    assert judged.shape == (0, 6)
+    assert judged.shape == (0, 5)
 
 
 def test_the_checker_works_outside_the_main_thread() -> None:
