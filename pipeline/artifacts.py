@@ -163,7 +163,9 @@ def draft(out: Path) -> Iterator[Path]:
     """An empty directory beside `out` to build in; removed again unless it was published."""
     out.parent.mkdir(parents=True, exist_ok=True)
     for leftover in out.parent.glob(f".draft-{out.name}-*"):
-        if not _alive(int(leftover.name.rpartition("-")[2])):
+        owner = int(leftover.name.rpartition("-")[2])
+        # in a container the process that died often had the very pid that we have
+        if owner == os.getpid() or not _alive(owner):
             shutil.rmtree(leftover)
     building = out.parent / f".draft-{out.name}-{os.getpid()}"
     building.mkdir()

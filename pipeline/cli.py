@@ -56,15 +56,12 @@ def main() -> None:
     """Run the command; an error that explains itself is one message without a traceback."""
     try:
         app()
-    except (WorkerDied, StageTimeout) as error:
+    except (WorkerDied, StageTimeout, *MENDABLE) as error:
         err.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
-        sys.exit(1)
+        sys.exit(2 if isinstance(error, MENDABLE) else 1)
     except KeyboardInterrupt:
         err.print("interrupted; the same command goes on from here")
         sys.exit(128 + signal.SIGINT)
-    except MENDABLE as error:
-        err.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
-        sys.exit(2)
 
 
 @app.command()

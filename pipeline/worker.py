@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -25,7 +25,6 @@ import psutil
 from pipeline import guard
 from stages import progress
 
-Listener = Callable[[int, int, str], None]
 GRACE_S = 5.0
 
 
@@ -54,7 +53,7 @@ class Worker:
         stage: str,
         arguments: dict[str, Any],
         *,
-        listener: Listener | None = None,
+        listener: progress.Listener | None = None,
         timeout_s: float | None = None,
     ) -> dict[str, float]:
         """Run `stages.<stage>.run(**arguments)` in the child and return its metrics.

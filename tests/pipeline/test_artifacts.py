@@ -176,6 +176,16 @@ def test_kills_at_random_moments_leave_a_whole_artifact_or_none(tmp_path: Path) 
     assert [p.name for p in tmp_path.iterdir()] == ["score"]
 
 
+def test_a_dead_draft_of_the_same_pid_is_cleared_as_after_a_containers_restart(
+    tmp_path: Path,
+) -> None:
+    dead = tmp_path / f".draft-score-{os.getpid()}"
+    dead.mkdir()
+    (dead / "half").write_text("written")
+    made = publish(tmp_path / "score")
+    assert list(made.record["files"]) == ["file.txt"]
+
+
 def test_the_draft_of_a_living_process_is_left_alone(tmp_path: Path) -> None:
     mine = tmp_path / f".draft-score-{os.getppid()}"
     mine.mkdir()

@@ -25,6 +25,12 @@ def digests(data: Path) -> dict[str, str]:
     return {str(a.path.relative_to(root)): a.digest for a in runs.artifacts_below(root)}
 
 
+def records(data: Path) -> dict[str, str]:
+    """Every record of the run, to the letter."""
+    found = (path for path in data.rglob("artifact.json") if ".draft-" not in str(path))
+    return {str(path): path.read_text() for path in found}
+
+
 def command(data: Path, *overrides: str) -> list[str]:
     return [
         *(sys.executable, "-m", "pipeline", "train", "--direct"),
@@ -139,8 +145,10 @@ def test_after_sigkill_the_same_command_ends_in_the_same_weights(
         os.kill(victim.pid, signal.SIGKILL)
         victim.wait()
     assert no_worker_left(tmp_path)
+    done = records(tmp_path)
     subprocess.run(command(tmp_path), check=True, stdout=subprocess.DEVNULL)
     assert digests(tmp_path) == digests(finished)
+    assert {place: records(tmp_path)[place] for place in done} == done  # nothing was done twice
     assert not list(tmp_path.rglob(".draft-*"))
 
 
