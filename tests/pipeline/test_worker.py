@@ -29,8 +29,9 @@ def run(*, what, out):
     if what == "die":
         print("last words", flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
-    child = subprocess.Popen(["sleep", "9999"])
-    out.write_text(f"{os.getpid()} {child.pid}")
+    apart = subprocess.Popen(["sleep", "9999"], start_new_session=True)
+    orphan = subprocess.check_output("sleep 9999 >/dev/null & echo $!", shell=True, text=True)
+    out.write_text(f"{os.getpid()} {apart.pid} {orphan}")
     time.sleep(9999)
 """
 
@@ -63,7 +64,7 @@ def started(file: Path) -> list[int]:
     """The pids that the stage wrote, as soon as it did."""
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
-        if file.exists() and len(file.read_text().split()) == 2:
+        if file.exists() and len(file.read_text().split()) == 3:
             return [int(pid) for pid in file.read_text().split()]
         time.sleep(0.05)
     raise TimeoutError("the stage did not start")
