@@ -13,9 +13,9 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import lru_cache
 from importlib.metadata import version
@@ -27,7 +27,8 @@ import pyarrow.parquet as pq
 from stages.errors import InputError
 
 RECORD = "artifact.json"
-HEAVY = (".safetensors", ".pt")  # what `retire` may remove: weights and optimizer state
+WEIGHTS, OPTIMIZER = ".safetensors", "optimizer/"  # what `retire` may remove
+TIMINGS = "timings/"  # recorded, but part of no digest: equal work is equal whatever the hour
 
 
 @dataclass(frozen=True)
@@ -94,8 +95,16 @@ class Artifact:
 
     @property
     def retired(self) -> bool:
-        """The heavy files were removed to save space; the record still vouches for them."""
-        return any(file.get("retired") for file in self.record["files"].values())
+        """The weights were removed to save space; the record still vouches for them."""
+        return any(name.endswith(WEIGHTS) for name in self._removed())
+
+    @property
+    def trimmed(self) -> bool:
+        """The optimizer's state was removed: a policy to evaluate, not to train on."""
+        return any(name.startswith(OPTIMIZER) for name in self._removed())
+
+    def _removed(self) -> list[str]:
+        return [name for name, file in self.record["files"].items() if file.get("retired")]
 
     def changed_files(self, *, full: bool) -> list[str]:
         """What is not as the record says, a line each.
@@ -190,7 +199,9 @@ def publish(
     record = {
         "stage": recipe.stage,
         "recipe": {"config": recipe.config, "inputs": recipe.inputs},
-        "digest": _combined({name: file["sha256"] for name, file in files.items()}),
+        "digest": _combined(
+            {n: file["sha256"] for n, file in files.items() if not n.startswith(TIMINGS)}
+        ),
         "files": files,
         "rows": _rows(files),
         "metrics": {k: v if math.isfinite(v) else None for k, v in metrics.items()},
@@ -215,19 +226,52 @@ def publish(
     return Artifact(out, record)
 
 
-def retire(artifact: Artifact) -> Artifact:
-    """Remove the artifact's heavy files to save space; record and tables stay."""
+def retire(artifact: Artifact, *, keep_weights: bool = False) -> None:
+    """Remove optimizer state, and weights unless they are kept; record and tables stay.
+
+    An artifact that a stage is reading (see `reading`) stays as it is.
+    """
+
+    def goes(name: str) -> bool:
+        return name.startswith(OPTIMIZER) or (name.endswith(WEIGHTS) and not keep_weights)
+
     files = {
-        name: {**file, "retired": True} if name.endswith(HEAVY) else file
+        name: {**file, "retired": True} if goes(name) else file
         for name, file in artifact.record["files"].items()
     }
-    retired = replace(artifact, record={**artifact.record, "files": files})
-    # the record first: a crash in between leaves files too many, not a record that lies
-    write_durably(artifact.path / RECORD, json.dumps(retired.record, indent=1))
-    for name, file in files.items():
-        if file.get("retired"):
+    if files == artifact.record["files"]:
+        return
+    with _flocked(artifact.path, fcntl.LOCK_EX | fcntl.LOCK_NB) as mine:
+        if not mine:
+            return
+        # the record first: a crash in between leaves files too many, not a record that lies
+        record = {**artifact.record, "files": files}
+        write_durably(artifact.path / RECORD, json.dumps(record, indent=1, ensure_ascii=False))
+        for name in filter(goes, files):
             (artifact.path / name).unlink(missing_ok=True)
-    return retired
+
+
+@contextmanager
+def reading(paths: Iterable[Path]) -> Iterator[None]:
+    """While the block runs, nobody retires what lies in the directories among `paths`."""
+    with ExitStack() as stack:
+        for path in paths:
+            if path.is_dir():
+                stack.enter_context(_flocked(path, fcntl.LOCK_SH))
+        yield
+
+
+@contextmanager
+def _flocked(directory: Path, kind: int) -> Iterator[bool]:
+    """Whether the lock was had; the kernel frees it with the process."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, kind)
+        yield True
+    except BlockingIOError:
+        yield False
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -18,6 +18,9 @@ from pipeline import runner
 from pipeline.worker import StageTimeout, WorkerDied
 from stages import progress
 from stages.errors import EngineMismatch, InputError, NonFinite, Shortage
+
+if TYPE_CHECKING:
+    import polars as pl
 
 MENDABLE = (InputError, Shortage, NonFinite, EngineMismatch)
 HEADLINES = {
@@ -30,6 +33,8 @@ HEADLINES = {
     "evaluate": ("avg@", "truncated"),
 }
 SHOWN_ITEMS, SHOWN_LETTERS = 6, 120
+DRY = "Only the loss, without a step, beside what it was: of update."
+UPDATED = "With --dry: the policy that an update made, for the new log-probs."
 NOTHING_TRAINED = 3  # exit code of an update whose batch had no token to learn from
 
 out = Console()
@@ -107,6 +112,7 @@ def rerun(
         bool, typer.Option(help="Put it in the original's place instead of aside.")
     ] = False,
     to: Annotated[Path | None, typer.Option("--out", help="Where to, instead of beside.")] = None,
+    dry: Annotated[bool, typer.Option("--dry", help=DRY)] = False,
 ) -> None:
     """Rebuild one artifact of a run on the inputs that it was made from, with other settings.
 
@@ -116,6 +122,10 @@ def rerun(
     from pipeline.rerun import Rerun
 
     directory = runs.find(run)
+    if dry:
+        again = Rerun.of(directory, step=step, stage=stage, round=round, overrides=overrides or [])
+        _comparison(again.dry())
+        return
     with artifacts.locked(directory), _progress():
         again = Rerun.of(directory, step=step, stage=stage, round=round, overrides=overrides or [])
         made = again.build(out=to, replace=replace)
@@ -212,7 +222,13 @@ def _stage_command(stage: str) -> None:
     """Add `dapo <stage>`: its options are the inputs that the stage's `run` declares."""
     inputs = runner.stage_inputs(stage)
 
-    def command(out: Path, overrides: list[str] | None = None, **paths: Any) -> None:
+    def command(
+        out: Path | None = None,
+        overrides: list[str] | None = None,
+        dry: bool = False,
+        updated: Path | None = None,
+        **paths: Any,
+    ) -> None:
         from pipeline.config import load
 
         settings = load(overrides or [])
@@ -222,6 +238,13 @@ def _stage_command(stage: str) -> None:
             else value and value.absolute()
             for name, value in paths.items()
         }
+        if dry:
+            from pipeline.rerun import dry_update
+
+            _comparison(dry_update(load(), settings, updated=updated, inputs=given))
+            return
+        if out is None:
+            raise InputError("--out DIR is required: where the artifact is to be written")
         with _progress(), runner.Runner(settings.machine) as run:
             made, served = run.run(
                 stage, out=out.absolute(), config=getattr(settings, stage), inputs=given
@@ -254,10 +277,14 @@ def _stage_command(stage: str) -> None:
                 )
                 for i in inputs
             ),
-            parameter(
-                "out",
-                Annotated[Path, typer.Option(help="Must not exist.")],
-                inspect.Parameter.empty,
+            parameter("out", Annotated[Path | None, typer.Option(help="Must not exist.")], None),
+            *(
+                [
+                    parameter("dry", Annotated[bool, typer.Option("--dry", help=DRY)], False),
+                    parameter("updated", Annotated[Path | None, typer.Option(help=UPDATED)], None),
+                ]
+                if stage == "update"
+                else []
             ),
             parameter("overrides", Overrides, None),
         ]
@@ -304,6 +331,11 @@ def _say(text: str) -> None:
 def _describe(made: Any, *, served: bool = False) -> None:
     metrics = "  ".join(_metric(name, value) for name, value in made.metrics.items())
     _say(f"{'served' if served else 'built'} {made.path}\n{metrics}")
+
+
+def _comparison(frame: "pl.DataFrame") -> None:
+    """A row per metric, a column per setting."""
+    _table(" ".join(frame.columns), frame.to_dicts(), as_json=False)
 
 
 def _headlines(stage: str, metrics: dict[str, Any]) -> Iterator[str]:

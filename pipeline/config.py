@@ -40,6 +40,8 @@ class Schedule(Settings):
     on_shortage: Literal["fail", "train_short"] = "fail"
     evaluate_every: int = Field(0, ge=0)  # steps; 0: only before the first and after the last
     keep_policies: int | None = Field(None, ge=1)  # newest weights to keep; None: all
+    keep_every: int | None = Field(None, ge=1)  # and those of every so many steps
+    keep_optimizers: int | None = Field(None, ge=1)  # newest optimizer states; None: all
 
 
 # a field hides the module of its own name

@@ -15,7 +15,7 @@ from pipeline.runner import Input, Runner
 from stages.errors import InputError, Shortage
 from stages.settings import Settings
 
-CONFIG = "config.yaml"
+CONFIG, LATEST = "config.yaml", "latest"
 MARGIN = 1.25  # prompts to spare: a surplus group waits for the next step, a short round costs one
 Inputs = dict[str, Artifact | Path | list[Artifact] | None]
 
@@ -79,7 +79,14 @@ class Loop:
         place = f"{step_name(number)}/evaluate"
         return self.stage(place, "evaluate", self.config.evaluate, inputs)
 
-    def step(self, number: int, policy: Artifact | Path, before: Step | None) -> Step:
+    def step(
+        self,
+        number: int,
+        policy: Artifact | Path,
+        before: Step | None,
+        *,
+        reference: Artifact | Path | None,
+    ) -> Step:
         """Rounds until the batch is full; then the update, and an evaluation where one is due.
 
         Raises `Shortage` when `max_rounds` are not enough and the schedule says to fail.
@@ -95,7 +102,7 @@ class Loop:
             f"{step_name(number)}/update",
             "update",
             self.config.update,
-            {"batch": rounds[-1].filter, "policy": policy},
+            {"batch": rounds[-1].filter, "policy": policy, "reference": reference},
         )
         every = schedule.evaluate_every
         due = number == schedule.steps or (every and number % every == 0)
@@ -179,12 +186,14 @@ def train(
     )
     loop = Loop(config, execute, prompts, heldout)
     policy = loop.base_policy()
+    reference = None if config.update.kl == "off" else policy
     evaluation = loop.evaluate(0, policy)
     step: Step | None = None
     for number in range(1, config.schedule.steps + 1):
-        step = loop.step(number, policy, step)
+        step = loop.step(number, policy, step, reference=reference)
         policy, evaluation = step.update, step.evaluate or evaluation
         stepped(step)
+        _point_latest(config, step)
         retire_old_policies(config, newest=number)
     return evaluation
 
@@ -208,13 +217,26 @@ def check_shortage(config: RunConfig, rounds: list[Round]) -> None:
 
 
 def retire_old_policies(config: RunConfig, *, newest: int) -> None:
-    """Remove the weights of all but the newest `keep_policies` updates; records and tables stay."""
-    if config.schedule.keep_policies is None:
-        return
-    for number in range(1, newest - config.schedule.keep_policies + 1):
-        update = artifacts.load(config.directory / step_name(number) / "update")
-        if not update.retired:
-            artifacts.retire(update)
+    """Remove old optimizer states and weights, as the schedule says; records and tables stay."""
+    schedule = config.schedule
+
+    def old(number: int, keep: int | None) -> bool:
+        return keep is not None and number <= newest - keep
+
+    for number in range(1, newest):
+        milestone = schedule.keep_every is not None and number % schedule.keep_every == 0
+        weights = old(number, schedule.keep_policies) and not milestone
+        if weights or old(number, schedule.keep_optimizers):
+            update = artifacts.load(config.directory / step_name(number) / "update")
+            artifacts.retire(update, keep_weights=not weights)
+
+
+def _point_latest(config: RunConfig, step: Step) -> None:
+    """`latest` names the newest policy; never back, while a resumed run serves its old steps."""
+    pointer = config.directory / LATEST
+    newest = pointer.read_text() if pointer.exists() else ""
+    if newest <= (ours := f"{step_name(step.number)}/update"):
+        artifacts.write_durably(pointer, ours)
 
 
 def plainly(runner: Runner) -> Execute:

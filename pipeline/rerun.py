@@ -4,15 +4,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from pipeline import artifacts
 from pipeline.artifacts import Artifact
 from pipeline.config import RunConfig, parse
 from pipeline.loop import CONFIG
 from pipeline.runner import Runner
+from stages import update
 from stages.errors import InputError
 from stages.settings import Settings
+
+if TYPE_CHECKING:
+    import polars as pl
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,45 @@ class Rerun:
                 replace=replace,
                 pinned=replace and self.altered,
             )
+
+    def dry(self) -> "pl.DataFrame":
+        """What the loss of an update would have been with these settings, beside what it was.
+
+        The old log-probs are those of the policy before it, the new ones those of the policy that
+        it made.
+        """
+        if self.original.stage != "update":
+            raise InputError(f"--dry is for update, not for {self.original.stage}")
+        if self.original.retired:
+            raise InputError(f"{self.original.path}: its weights were retired; take a later step")
+        return update.dry(
+            **self.original.sources,
+            updated=self.original.path,
+            configs={
+                "original": update.Config(**self.original.recipe.config),
+                "asked": cast(update.Config, self.config),
+            },
+            machine=self.run.machine,
+        )
+
+
+def dry_update(
+    plain: RunConfig, asked: RunConfig, *, updated: Path | None, inputs: dict[str, Any]
+) -> "pl.DataFrame":
+    """`update.dry` on any paths, with the settings `asked` beside those that `updated` was made
+    with, or beside the `plain` ones."""
+    known = updated is not None and (updated / artifacts.RECORD).is_file()
+    was = (
+        update.Config(**artifacts.load(updated).recipe.config)
+        if updated is not None and known
+        else plain.update
+    )
+    return update.dry(
+        **inputs,
+        updated=updated,
+        configs={"original" if known else "default": was, "asked": asked.update},
+        machine=asked.machine,
+    )
 
 
 def _place(run: Path, *, step: int, stage: str, round: int | None) -> Path:

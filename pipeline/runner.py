@@ -131,7 +131,7 @@ class Runner:
         """Run the stage and publish what it made at `out`, in place of what stands there or not."""
         recipe = _recipe(stage, config, inputs)
         started = time.time()
-        with artifacts.draft(out) as building:
+        with artifacts.reading(_paths(inputs)), artifacts.draft(out) as building:
             metrics = self._call(
                 stage, {**inputs, "out": building, "config": config, "machine": self.machine}
             )
@@ -185,6 +185,11 @@ def _digests(value: Input) -> Any:
     if value is None or isinstance(value, Path):
         return value and artifacts.digest(value)
     return [artifacts.digest(path) for path in value]
+
+
+def _paths(inputs: Mapping[str, Input]) -> list[Path]:
+    values = (value if isinstance(value, Sequence) else [value] for value in inputs.values())
+    return [path for paths in values for path in paths if path]
 
 
 def _addresses(value: Input, out: Path) -> Any:

@@ -95,12 +95,17 @@ def _first_rows(shards: list[Path], rows: int) -> dict[str, Any]:
 
 
 def state(artifact: Artifact) -> str:
-    """`changed`, `stale` (an input has another content by now), `pinned`, `retired` or `whole`."""
+    """What became of it since it was made.
+
+    `changed`; `stale`: an input has another content by now; `retired`: its weights are gone, or
+    `trimmed`: its optimizer's state is; `pinned`: made with settings of its own; else `whole`.
+    """
     if artifact.changed_files(full=False):
         return "changed"
     if stale_inputs(artifact):
         return "stale"
-    return "pinned" if artifact.pinned else "retired" if artifact.retired else "whole"
+    marks = ("retired", "trimmed", "pinned")
+    return next((mark for mark in marks if getattr(artifact, mark)), "whole")
 
 
 def stale_inputs(artifact: Artifact) -> list[str]:

@@ -1,16 +1,20 @@
 """The equations of DAPO (arXiv 2503.14476) as pure functions: hold this file against the paper.
 
-Legend: B responses, T response tokens (padded), mask_BT 1 where a token counts; R reward,
-L length in tokens, A advantage, r the ratio of the policy being trained to the one that sampled.
+Legend: B responses; N tokens of theirs, laid end to end without padding, `rows` [N] the response
+that each belongs to; R reward, L length in tokens, A advantage, r = π_new / π_old.
+
+The loss is Σ_t w_t · l_t: what a token loses, times the weight that the aggregation gives it. The
+weights are known before the mini-batch begins, so its parts (micro-batches, ranks) add up to it.
 
 The general case is written once; the usual special cases are settings of it:
     DAPO     eps_low=0.2, eps_high=0.28, aggregation="token-mean"
     GRPO     eps_low=eps_high, aggregation="seq-mean-token-mean"
     Dr.GRPO  group_advantages(scale="none"), aggregation="seq-mean-token-sum-norm"
+    GSPO     objective="gspo", aggregation="seq-mean-token-mean", eps_low=3e-4, eps_high=4e-4
+    CISPO    objective="cispo", eps_low=1, eps_high=4 (the weight is clipped to [0, 5])
 """
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, get_args, overload
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args, overload
 
 import polars as pl
 
@@ -20,11 +24,15 @@ if TYPE_CHECKING:
 Aggregation = Literal[
     "token-mean",
     "token-sum",
+    "prompt-mean",
     "seq-mean-token-mean",
     "seq-mean-token-sum",
     "seq-mean-token-sum-norm",
 ]
 Scale = Literal["std", "none"]
+Objective = Literal["clip", "gspo", "cispo"]
+Divergence = Literal["k1", "k2", "k3"]
+Sampled = Literal["token", "sequence"]
 
 LOG_RATIO_BOUND = 20.0  # exp(20) is finite in every float type; beyond it there is no gradient
 
@@ -68,115 +76,173 @@ def group_advantages(
     return pl.when(differ).then(centred).fill_null(0.0)
 
 
-def policy_loss(
+class TokenLosses(NamedTuple):
+    """What each of N tokens loses, and what the clips did to it."""
+
+    losses: "Tensor"  # the policy term, before weights
+    ratios: "Tensor"
+    clipped_low: "Tensor"  # bool, as the next two: no gradient from here (CISPO: a capped one)
+    clipped_high: "Tensor"
+    clipped_dual: "Tensor"
+
+
+def token_losses(
     new_logprobs: "Tensor",
     old_logprobs: "Tensor",
     advantages: "Tensor",
-    mask: "Tensor",
+    rows: "Tensor",
     *,
     eps_low: float,
     eps_high: float,
     dual_clip: float | None = None,
-    aggregation: Aggregation = "token-mean",
-    denominator: "float | Tensor | None" = None,
-    divisor: float | None = None,
-    weights: "Tensor | None" = None,
-) -> "tuple[Tensor, dict[str, Tensor]]":
-    """The decoupled-clip loss, the negative of Eq. 8, and its statistics (see `summarise`).
+    objective: Objective = "clip",
+) -> TokenLosses:
+    """The policy term of each token [N]; all inputs are [N].
 
-    Per token, with r = exp(log π_new - log π_old), the exponent bounded to ±20:
-        l = max(-A·r, -A·clip(r, 1 - ε_low, 1 + ε_high))
-        l = min(l, -A·c) where A < 0                          with `dual_clip` = c > 1
-        l = w·l                                               with `weights` = w
-    and over tokens as `aggregation` says (see `aggregate`).
+    r = exp(log π_new - log π_old), the exponent bounded to ±20; under "gspo" of the whole response
+    (see `sequence_log_ratio`). `clip`, `gspo`: see `clipped_loss`; `cispo`: see `cispo_loss`.
+    """
+    log_ratios = new_logprobs - old_logprobs
+    if objective == "gspo":
+        log_ratios = sequence_log_ratio(log_ratios, rows)
+    r = log_ratios.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+    low, high = r.detach() < 1 - eps_low, r.detach() > 1 + eps_high
+    if objective == "cispo":
+        losses = cispo_loss(r, new_logprobs, advantages, eps_low=eps_low, eps_high=eps_high)
+        return TokenLosses(losses, r.detach(), low, high, low & high)
+    losses = clipped_loss(r, advantages, eps_low=eps_low, eps_high=eps_high, dual_clip=dual_clip)
+    up, down = advantages > 0, advantages < 0
+    capped = down & (r.detach() > (float("inf") if dual_clip is None else dual_clip))
+    return TokenLosses(losses, r.detach(), down & low, up & high, capped)
 
-    `new_logprobs`, `old_logprobs`, `mask`, `weights` are [B, T], `advantages` [B] or [B, T].
-    Whatever stands where the mask is 0, inf and nan included, reaches neither loss nor gradient.
+
+def clipped_loss(
+    r: "Tensor", A: "Tensor", *, eps_low: float, eps_high: float, dual_clip: float | None = None
+) -> "Tensor":
+    """The decoupled clip, the negative of what Eq. 8 sums, per token:
+
+    l = max(-A·r, -A·clip(r, 1 - ε_low, 1 + ε_high));  with `dual_clip` c: min(l, -A·c) where A < 0.
     """
     import torch
 
-    mask = mask.bool()
-    wide = advantages if advantages.ndim == 2 else advantages.unsqueeze(-1)
-    advantages = torch.where(mask, wide, 0.0)
-    log_ratio = torch.where(mask, new_logprobs - old_logprobs, 0.0)
-    log_ratio = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    ratio = log_ratio.exp()
-
-    losses = torch.maximum(
-        -advantages * ratio, -advantages * ratio.clamp(1 - eps_low, 1 + eps_high)
-    )
-    if dual_clip is not None:
-        capped = torch.minimum(losses, -advantages * dual_clip)
-        losses = torch.where(advantages < 0, capped, losses)
-    if weights is not None:
-        losses = losses * torch.where(mask, weights, 0.0).detach()
-    loss = aggregate(
-        losses, mask, aggregation=aggregation, denominator=denominator, divisor=divisor
-    )
-
-    up, down, r, inf = advantages > 0, advantages < 0, ratio.detach(), float("inf")
-    statistics = {
-        "tokens": mask.sum(),
-        "clipped_low": (down & (r < 1 - eps_low)).sum(),
-        "clipped_high": (up & (r > 1 + eps_high)).sum(),
-        "clipped_dual": (down & (r > (inf if dual_clip is None else dual_clip))).sum(),
-        "ratio_sum": torch.where(mask, r, 0.0).sum(),
-        "ratio_min": torch.where(mask, r, inf).amin(),
-        "ratio_max": torch.where(mask, r, -inf).amax(),
-        "kl_sum": -log_ratio.detach().sum(),  # k1: log π_old - log π_new
-    }
-    return loss, statistics
+    losses = torch.maximum(-A * r, -A * r.clamp(1 - eps_low, 1 + eps_high))
+    if dual_clip is None:
+        return losses
+    return torch.where(A < 0, torch.minimum(losses, -A * dual_clip), losses)
 
 
-def aggregate(
-    losses: "Tensor",
-    mask: "Tensor",
+def cispo_loss(
+    r: "Tensor", new_logprobs: "Tensor", A: "Tensor", *, eps_low: float, eps_high: float
+) -> "Tensor":
+    """CISPO (arXiv 2506.13585, Eq. 4): l = -sg[clip(r, 1 - ε_low, 1 + ε_high)] · A · log π_new.
+
+    The clipped ratio is a weight without gradient: no token is silenced. ε_low = 1: no lower clip.
+    """
+    return -r.detach().clamp(1 - eps_low, 1 + eps_high) * A * new_logprobs
+
+
+def sequence_log_ratio(log_ratios: "Tensor", rows: "Tensor") -> "Tensor":
+    """GSPO's ratio (arXiv 2507.18071, Eq. 14): the mean log-ratio of the token's response, [N].
+
+    Its gradient with respect to a token's log-prob is that token's own: sg[s] + l - sg[l].
+    """
+    own = log_ratios - log_ratios.detach()  # exactly 0: one ratio for all, to the last bit
+    return _sums(log_ratios.detach(), rows, mean=True) + own
+
+
+def token_weights(
+    tokens: "Tensor",
+    prompts: "Tensor",
     *,
     aggregation: Aggregation,
-    denominator: "float | Tensor | None" = None,
     divisor: float | None = None,
 ) -> "Tensor":
-    """One number from token losses [B, T] that are 0 wherever the mask is; 0 if nothing counts.
+    """The weight w of every token of each response, [B], so that the loss is Σ w·l over tokens.
 
-        token-sum                Σ l
-        token-mean               Σ l / tokens                 DAPO, Eq. 8
-        seq-mean-token-sum       Σ l / sequences
-        seq-mean-token-mean      Σ (row's l / row's tokens) / sequences      GRPO
-        seq-mean-token-sum-norm  Σ l / divisor / sequences    Dr.GRPO; divisor: a constant, or T
+    `tokens` [B]: how many tokens of each response count; `prompts` [B]: whose response it is,
+    integers below B. Both are of the whole mini-batch. A response without tokens is none.
 
-    `tokens` and `sequences` count what the mask leaves here (a row without tokens is no sequence).
-    A call that sees only a micro-batch gives the mini-batch's count as `denominator`: the parts'
-    losses, and so the gradients, then add up to the mini-batch's. token-sum needs none.
+        token-sum                1
+        token-mean               1 / tokens of the mini-batch              DAPO, as its code does
+        prompt-mean              1 / tokens of the prompt / prompts        Eq. 8, read literally
+        seq-mean-token-mean      1 / tokens of the response / responses    GRPO
+        seq-mean-token-sum       1 / responses
+        seq-mean-token-sum-norm  1 / divisor / responses                   Dr.GRPO
     """
-    if aggregation not in get_args(Aggregation):
-        raise ValueError(f"aggregation '{aggregation}' is none of {get_args(Aggregation)}")
-    tokens_B = mask.sum(-1)
-    if aggregation == "seq-mean-token-mean":
-        # 1e-8 as in verl: an empty row stays 0; for others it is lost in float32
-        losses = losses / (tokens_B.to(losses.dtype) + 1e-8).unsqueeze(-1)
-    if aggregation == "seq-mean-token-sum-norm":
-        losses = losses / (mask.shape[-1] if divisor is None else divisor)
+    import torch
+
+    tokens = tokens.double()
+    counts = tokens > 0
+    one = torch.ones_like(tokens)
     if aggregation == "token-sum":
-        return losses.sum()
-    if denominator is None:
-        counted = tokens_B.sum() if aggregation == "token-mean" else (tokens_B > 0).sum()
-        denominator = counted.clamp(min=1)
-    return losses.sum() / denominator
+        weights = one
+    elif aggregation == "token-mean":
+        weights = one / tokens.sum()
+    elif aggregation == "prompt-mean":
+        of_prompt = torch.zeros_like(tokens).index_add(0, prompts, tokens)
+        weights = one / of_prompt[prompts] / (of_prompt > 0).sum()
+    elif aggregation == "seq-mean-token-mean":
+        weights = one / tokens / counts.sum()
+    elif aggregation == "seq-mean-token-sum":
+        weights = one / counts.sum()
+    elif aggregation == "seq-mean-token-sum-norm" and divisor is not None:
+        weights = one / divisor / counts.sum()
+    else:
+        raise ValueError(
+            f"aggregation '{aggregation}' is none of {get_args(Aggregation)}"
+            if divisor is not None or aggregation not in get_args(Aggregation)
+            else "seq-mean-token-sum-norm needs a divisor"
+        )
+    return torch.where(counts, weights, 0.0)
 
 
-def summarise(parts: "Sequence[dict[str, Tensor]]") -> dict[str, float]:
-    """A mini-batch's statistics from its micro-batches' ones: sums add, extremes meet.
+def importance_weights(
+    log_ratios: "Tensor",
+    rows: "Tensor",
+    *,
+    of: Sampled = "token",
+    cap: float,
+    drop_outside: tuple[float, float] | None = None,
+) -> "tuple[Tensor, Tensor]":
+    """Importance weights between sampler and trainer, [N], and whether each token still counts.
 
-    `approx_kl` is the mean of log π_old - log π_new (k1), clip fractions are shares of all tokens.
+    `log_ratios` = log π_old - log π_sampler. The weight is min(exp(log-ratio), cap), of the token
+    or of the whole response (the product over its tokens); the exponent is bounded to ±20. With
+    `drop_outside` = (low, high) tokens whose ratio, uncapped, lies outside have weight 0 and count
+    nowhere, in no denominator either.
     """
-    total = {name: float(sum(part[name].item() for part in parts)) for name in parts[0]}
-    tokens = max(total["tokens"], 1.0)
-    return {
-        "clip_fraction_low": total["clipped_low"] / tokens,
-        "clip_fraction_high": total["clipped_high"] / tokens,
-        "clip_fraction_dual": total["clipped_dual"] / tokens,
-        "ratio_min": min(part["ratio_min"].item() for part in parts),
-        "ratio_max": max(part["ratio_max"].item() for part in parts),
-        "ratio_mean": total["ratio_sum"] / tokens,
-        "approx_kl": total["kl_sum"] / tokens,
-    }
+    import torch
+
+    if of == "sequence":
+        log_ratios = _sums(log_ratios, rows)
+    ratios = log_ratios.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+    counts = torch.ones_like(rows, dtype=torch.bool)
+    if drop_outside is not None:
+        low, high = drop_outside
+        counts = (low <= ratios) & (ratios <= high)
+    return torch.where(counts, ratios.clamp(max=cap), 0.0), counts
+
+
+def divergence(new_logprobs: "Tensor", reference_logprobs: "Tensor", kind: Divergence) -> "Tensor":
+    """An estimate of KL(π_new ‖ π_ref) per token, with d = log π_new - log π_ref:
+
+    k1 = d, k2 = d²/2, k3 = exp(-d) + d - 1 (Schulman, "Approximating KL Divergence"). As a loss
+    only k2 has the gradient of the KL at on-policy samples; k1's is zero on average.
+    """
+    d = new_logprobs - reference_logprobs
+    if kind == "k1":
+        return d
+    if kind == "k2":
+        return d * d / 2
+    return (-d).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).expm1() + d
+
+
+def _sums(values: "Tensor", rows: "Tensor", *, mean: bool = False) -> "Tensor":
+    """The sum, or mean, over each token's response, back at every token [N]."""
+    import torch
+
+    size = int(rows.max()) + 1 if len(rows) else 0
+    sums = values.new_zeros(size).index_add(0, rows, values)
+    if mean:
+        sums = sums / torch.bincount(rows, minlength=size).clamp(min=1)
+    return sums[rows]

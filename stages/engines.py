@@ -183,7 +183,7 @@ class HuggingFace:
 
     def load(self, path: Path) -> None:
         self.eos_ids = policy.eos_ids(path)
-        self.model = policy.load_model(path, self.machine).eval()
+        self.model = policy.load_model(path, device=self.machine.device)
 
     def generate(
         self, requests: list[Request], *, temperature: float, top_p: float

@@ -1,71 +1,293 @@
-"""The trainer's log-probs of stored tokens: float32 log-softmax at the recorded temperature.
+"""The trainer's log-probs of stored tokens: log softmax(logits / recorded temperature), float32.
 
-Legend: B responses, S tokens of prompt and response, T response tokens, N = Σ T, V vocabulary.
+Legend: B responses, S tokens of prompt and response, N response tokens of all B end to end,
+H hidden size, V vocabulary.
 """
 
-from typing import TYPE_CHECKING, Any
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import linear
+
+from stages.errors import InputError
 from stages.responses import Response
 
-if TYPE_CHECKING:
-    from torch import Tensor
-    from transformers import PreTrainedModel
+TILE = {"cpu": 2**17, "cuda": 2**27}  # logits at once: what a cache holds, what fills a GPU
+KEPT = 2**26  # logits that stay from forward to backward at most: 256 MiB in float32
+LN_2 = math.log(2)
+PACKABLE = {"full_attention", "sliding_attention"}  # layers that see position_ids restart
 
-LOGITS_AT_ONCE = 2**26  # float32 logits that may exist together: 256 MiB
 
+class Scorer(torch.nn.Module):
+    """A causal language model as a function from responses to the log-probs of their tokens.
 
-def token_logprobs(
-    model: "PreTrainedModel", responses: list[Response], *, bfloat16: bool
-) -> "tuple[Tensor, Tensor]":
-    """Log-prob of each response token and entropy of its distribution, [N], response by response.
+    The head's weight is read in `forward`, so that this module can be the root of what is sharded.
+    Of a peft model, the model with the adapters inside is used; the head itself must be plain.
 
-    log softmax(logits / recorded temperature) in float32, over the full vocabulary; the head sees
-    response positions only, in chunks, so that float32 [B, S, V] never exists. Pads (id 0, as good
-    as any) stand on the right, where a causal model's tokens never look: no attention mask.
+    `bfloat16` autocasts the model. `packed` lays the sequences end to end in one row, instead of
+    padding them to the longest: worth it where the attention skips what is between sequences.
     """
-    import torch
-    from torch.nn.utils.rnn import pad_sequence
-    from torch.utils.checkpoint import checkpoint
 
-    whole = [torch.cat([r.prompt_ids, r.response_ids]) for r in responses]
-    ids_BS = pad_sequence(whole, batch_first=True).long()
-    target = torch.arange(1, ids_BS.shape[1])  # position s predicts token s + 1
-    start_B1 = torch.tensor([[len(r.prompt_ids)] for r in responses])
-    end_B1 = torch.tensor([[len(r)] for r in responses])
-    predicts_BS = ((target >= start_B1) & (target < end_B1)).to(model.device)
-    temperature_N = torch.cat([torch.full(r.response_ids.shape, r.temperature) for r in responses])
+    def __init__(self, model: Any, *, bfloat16: bool = False, packed: bool = False) -> None:
+        super().__init__()
+        self.model, self.autocast, self.packed = model, bfloat16, packed
+        inner = self.inner
+        head = inner.get_output_embeddings()
+        if not isinstance(head, torch.nn.Linear):
+            raise InputError(f"the head is {type(head).__name__}: only a plain Linear is supported")
+        layers = set(getattr(inner.config, "layer_types", None) or ())
+        if packed and (inner._is_stateful or layers - PACKABLE):
+            raise InputError(
+                f"packed sequences would leak into each other in {type(inner).__name__}: "
+                "its layers do not see where a sequence begins; set packed to false"
+            )
 
-    ids_BS = ids_BS.to(model.device)
-    head: Any = model.get_output_embeddings()
-    with torch.autocast(model.device.type, torch.bfloat16, enabled=bfloat16):
-        hidden = model.base_model(input_ids=ids_BS, use_cache=False).last_hidden_state[:, :-1]
-        inputs = (
-            hidden[predicts_BS],
-            ids_BS[:, 1:][predicts_BS],
-            temperature_N.to(model.device),
+    @property
+    def inner(self) -> Any:
+        """The transformers model, without peft's wrapping."""
+        unwrapped = getattr(self.model, "get_base_model", None)
+        return self.model if unwrapped is None else unwrapped()
+
+    def forward(self, responses: Sequence[Response]) -> tuple[Tensor, Tensor]:
+        """Log-prob of each response token and entropy of its distribution: [N], float32 each.
+
+        Response by response, over the full vocabulary, at the response's own temperature; both
+        differentiable. Only the positions that predict a response token reach the head.
+        """
+        model = self.inner
+        layout = _laid_out(responses, packed=self.packed, device=model.device)
+        head = model.get_output_embeddings()
+        with torch.autocast(model.device.type, torch.bfloat16, enabled=self.autocast):
+            # with a cache, transformers would not see that sequences are packed: they would mix
+            hidden = model.base_model(**layout.inputs, use_cache=False).last_hidden_state
+            hidden = hidden.flatten(0, 1).index_select(0, layout.predicting)
+            return linear_logprobs(
+                hidden, head.weight, head.bias, layout.targets, layout.temperatures
+            )
+
+
+class _Layout(NamedTuple):
+    inputs: dict[str, Tensor]  # of the model's body
+    predicting: Tensor  # [N], where in them, flattened, each response token is predicted
+    targets: Tensor  # [N]
+    temperatures: Tensor  # [N]
+
+
+@torch.compiler.disable  # the model is compiled for all lengths, not for each batch's
+def _laid_out(responses: Sequence[Response], *, packed: bool, device: torch.device) -> _Layout:
+    """Padded: [B, S] with id 0, as good as any, on the right, where a causal model's tokens never
+    look, so that no mask is needed. Packed: [1, Σ S], and positions that restart per sequence.
+    """
+    whole = [torch.cat([r.prompt_ids, r.response_ids]).long() for r in responses]
+    if packed:
+        positions = torch.cat([torch.arange(len(ids)) for ids in whole])
+        inputs = {"input_ids": torch.cat(whole)[None], "position_ids": positions[None]}
+        starts = [0, *accumulate(len(ids) for ids in whole[:-1])]
+    else:
+        inputs = {"input_ids": torch.nn.utils.rnn.pad_sequence(whole, batch_first=True)}
+        starts = [row * inputs["input_ids"].shape[1] for row in range(len(whole))]
+    predicting = [
+        torch.arange(start + len(r.prompt_ids) - 1, start + len(r) - 1)
+        for start, r in zip(starts, responses, strict=True)
+    ]
+    temperatures = [torch.full(r.response_ids.shape, r.temperature) for r in responses]
+    return _Layout(
+        {name: tensor.to(device) for name, tensor in inputs.items()},
+        torch.cat(predicting).to(device),
+        torch.cat([r.response_ids for r in responses]).long().to(device),
+        torch.cat(temperatures).to(device),
+    )
+
+
+@torch.compiler.disable  # its loops would be unrolled
+def linear_logprobs(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperatures: Tensor
+) -> tuple[Tensor, Tensor]:
+    """log softmax((hidden @ weightᵀ + bias) / temperature) at the targets, and its entropy: [N].
+
+    `hidden` [N, H], `weight` [V, H], `bias` [V], `targets` [N] in 0..V-1, `temperatures` [N] > 0.
+    float32, or float64 from float64; matrix products are in autocast's type, else in `hidden`'s.
+    Gradients flow to hidden, weight and bias.
+    """
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device):
+        hidden = hidden.to(torch.get_autocast_dtype(device))
+    keep = KEPT if torch.is_grad_enabled() else 0
+    with torch.autocast(device, enabled=False):
+        return _LinearLogprobs.apply(hidden, weight, bias, targets, temperatures, keep)
+
+
+class _LinearLogprobs(torch.autograd.Function):
+    """Tile by tile over tokens and vocabulary, so that no [N, V] is ever there as a whole.
+
+    The backward pass computes the logits again, but for the first `keep` of them. All in base 2.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperatures: Tensor,
+        keep: int,
+    ) -> tuple[Tensor, Tensor]:
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        scale = 1 / (LN_2 * temperatures.to(wide)[:, None])
+        rows, columns = _tiles(hidden, weight)
+        kept, results = [], []
+        for tokens in rows:
+            sums = []
+            for words in columns:
+                logits = _logits(hidden[tokens], weight, bias, words)
+                sums.append(_sums(logits, targets[tokens] - words.start, scale[tokens]))
+                keep -= logits.numel()
+                if keep >= 0:
+                    kept.append(logits)
+            results.append(_joined(torch.stack(sums, dim=1)))
+        logprobs, entropies, normalizers = (torch.cat(each) for each in zip(*results, strict=True))
+        ctx.set_materialize_grads(False)  # no entropy in the loss, no work for its gradient
+        ctx.save_for_backward(hidden, weight, bias, targets, scale, normalizers, entropies, *kept)
+        return logprobs, entropies
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_logprobs: Tensor | None, grad_entropies: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        """With D the gradient of the logits, but for a factor per token:
+
+        d hidden = factor · (D @ weight), d weight = Dᵀ @ (factor · hidden), d bias = Dᵀ @ factor.
+        """
+        if grad_logprobs is None and grad_entropies is None:
+            return (None,) * 6
+        hidden, weight, bias, targets, scale, normalizers, entropies, *kept = ctx.saved_tensors
+        to_hidden, to_weight, to_bias = (
+            torch.zeros_like(tensor, dtype=scale.dtype) if needed else None
+            for tensor, needed in zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)
         )
-        size = max(1, LOGITS_AT_ONCE // head.weight.shape[0])
-        chunks = list(zip(*(torch.split(tensor, size) for tensor in inputs), strict=True))
-        if len(chunks) == 1:
-            return score(head, *chunks[0])
-        scored = [checkpoint(score, head, *chunk, use_reentrant=False) for chunk in chunks]
-    logprobs, entropies = zip(*scored, strict=True)
-    return torch.cat(logprobs), torch.cat(entropies)
+        factor, *terms = _terms(grad_logprobs, grad_entropies, scale, entropies)
+        factored = (factor * hidden).to(hidden.dtype)
+        logits_kept = iter(kept)
+        rows, columns = _tiles(hidden, weight)
+        for tokens in rows:
+            here = [term[tokens] for term in (scale, normalizers[:, None], *terms)]
+            for words in columns:
+                logits = next(logits_kept, None)
+                if logits is None:
+                    logits = _logits(hidden[tokens], weight, bias, words)
+                slope = _slope(logits, targets[tokens] - words.start, *here)
+                if to_bias is not None:
+                    to_bias[words].addmv_(slope.t(), factor[tokens, 0])
+                slope = slope.to(hidden.dtype)
+                if to_hidden is not None:
+                    _add_product(to_hidden[tokens], slope, weight[words].to(hidden.dtype))
+                if to_weight is not None:
+                    _add_product(to_weight[words], slope.t(), factored[tokens])
+        if to_hidden is not None:
+            to_hidden *= factor
+        grads = (
+            total if total is None else total.to(tensor.dtype)
+            for total, tensor in ((to_hidden, hidden), (to_weight, weight), (to_bias, bias))
+        )
+        return (*grads, None, None, None)
 
 
-def score(
-    head: Any, hidden: "Tensor", targets: "Tensor", temperatures: "Tensor"
-) -> "tuple[Tensor, Tensor]":
-    """For hidden states [N, H]: log-probs of `targets` [N], and entropies [N] without gradient."""
-    logprobs = (head(hidden).float() / temperatures.unsqueeze(-1)).log_softmax(-1)
-    fixed = logprobs.detach()
-    entropies = -(fixed.exp() * fixed).sum(-1)
-    return logprobs.gather(-1, targets.unsqueeze(-1)).squeeze(-1), entropies
+def _tiles(hidden: Tensor, weight: Tensor) -> tuple[list[slice], list[slice]]:
+    """Slices of the tokens and of the vocabulary: tiles of TILE logits, twice as high as wide."""
+    size, tokens = TILE[hidden.device.type], len(hidden)
+    height = max(1, min(tokens, math.isqrt(2 * size)))
+    return _slices(tokens, height), _slices(len(weight), max(1, size // height))
 
 
-def padded(values: "Tensor | list[Tensor]", mask_BT: "Tensor") -> "Tensor":
-    """[B, T] from what stands at the mask, row by row: one [N] tensor, or one per response."""
-    import torch
+def _slices(length: int, size: int) -> list[slice]:
+    """At least one, which is empty if `length` is 0."""
+    return [slice(i, min(i + size, length)) for i in range(0, max(length, 1), size)]
 
-    flat = torch.cat(values).to(mask_BT.device) if isinstance(values, list) else values
-    return flat.new_zeros(mask_BT.shape).masked_scatter(mask_BT, flat)
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, words: slice) -> Tensor:
+    part = None if bias is None else bias[words].to(hidden.dtype)
+    return linear(hidden, weight[words].to(hidden.dtype), part)
+
+
+def _sums(logits: Tensor, targets: Tensor, scale: Tensor) -> Tensor:
+    """Of a tile, with z = scale · logits: m = max z, Σ 2^(z-m), Σ (z-m)·2^(z-m), z[target]: [4, n].
+
+    `targets` counts from the tile's first word; z[target] is 0 if it is in another tile.
+    """
+    top = logits.amax(1, keepdim=True) * scale
+    shifted = torch.addcmul(-top, logits, scale)
+    powers = shifted.exp2()  # 3 times as fast as exp, on CPU
+    rows, columns, here = _places(targets, logits)
+    target = torch.where(here, logits[rows, columns] * scale[:, 0], 0.0)
+    return torch.stack([top[:, 0], powers.sum(1), shifted.mul_(powers).sum(1), target])
+
+
+def _joined(sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """From all tiles' `_sums`, [4, tiles, n]: log-probs, entropies, and log2 Σ 2^z, [n] each."""
+    tops, powers, products, targets = sums
+    top = tops.amax(0)
+    lower = tops - top
+    total = (lower.exp2() * powers).sum(0)
+    product = (lower.exp2() * (products + lower * powers)).sum(0)
+    log_total = total.log2()
+    logprobs = LN_2 * (targets.sum(0) - top - log_total)
+    return logprobs, LN_2 * (log_total - product / total), top + log_total
+
+
+def _terms(
+    grad_logprobs: Tensor | None, grad_entropies: Tensor | None, scale: Tensor, entropies: Tensor
+) -> tuple[Tensor, ...]:
+    """The factor and what `_slope` needs beside the logits, [N, 1] each.
+
+    d logprob / dz = onehot - p and d entropy / dz = -p·(log p + entropy), z = logits / T. Without
+    the second, the upstream gradient goes into the factor, and a tile needs two passes less.
+    """
+    factor = -LN_2 * scale  # -1 / T
+    if grad_logprobs is None:
+        grad_logprobs = torch.zeros_like(entropies)
+    if grad_entropies is None:
+        return factor * grad_logprobs[:, None], torch.ones_like(scale)
+    level = grad_logprobs + grad_entropies * entropies
+    return factor, grad_logprobs[:, None], level[:, None], LN_2 * grad_entropies[:, None]
+
+
+def _slope(
+    logits: Tensor,
+    targets: Tensor,
+    scale: Tensor,
+    normalizers: Tensor,
+    target: Tensor,
+    level: Tensor | None = None,
+    rise: Tensor | None = None,
+) -> Tensor:
+    """p·(level + rise · log2 p) - target · onehot of a tile, or p - target · onehot."""
+    log_p = torch.addcmul(-normalizers, logits, scale)
+    if level is None or rise is None:
+        slope = log_p.exp2_()
+    else:
+        slope = torch.addcmul(level, log_p, rise).mul_(log_p.exp2_())
+    rows, columns, here = _places(targets, logits)
+    slope[rows, columns] -= here * target[:, 0]
+    return slope
+
+
+def _places(targets: Tensor, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """A row and a column for each target, [n], and whether it is in this tile at all."""
+    width = logits.shape[1]
+    rows = torch.arange(len(targets), device=targets.device)
+    return rows, targets.clamp(0, width - 1), (targets >= 0) & (targets < width)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right; narrower factors are multiplied in their type and added in total's."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right

@@ -2,13 +2,13 @@
 
 import hashlib
 import json
+import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stages.errors import InputError, NonFinite
-from stages.settings import Machine
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
-OPTIMIZER = "optimizer.pt"
+STATE = ("optimizer", "lora")  # directories that only the next update reads
 # what describes the policy beside its weights; copied, so that an update cannot alter it
 COMPANIONS = (
     *TOKENIZERS,
@@ -28,6 +28,7 @@ COMPANIONS = (
     "merges.txt",
     "chat_template.jinja",
 )
+MODEL = ("config.json", *COMPANIONS, *WEIGHTS)
 
 
 def check(path: Path) -> None:
@@ -54,11 +55,46 @@ def tokenizer(path: Path) -> "Tokenizer":
     return AutoTokenizer.from_pretrained(path, local_files_only=True)
 
 
-def encode(tokenizer: "Tokenizer", messages: list[dict[str, str]]) -> list[int]:
-    """The token ids of a chat up to where the answer begins, special tokens included once."""
-    return tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, tokenize=True, return_dict=False
-    )
+class TemplateError(ValueError):
+    """The chat template does not take these messages; the text is its own complaint."""
+
+
+def check_template(tokenizer: "Tokenizer", settings: dict[str, Any]) -> None:
+    """Raise `InputError` unless there is a chat template, and it reads every one of `settings`."""
+    try:
+        template = tokenizer.get_chat_template(settings.get("chat_template"), settings.get("tools"))
+    except ValueError as error:
+        raise InputError(
+            f"the policy's tokenizer has no chat template to use ({error}); put one into "
+            "chat_template.jinja beside tokenizer.json"
+        ) from error
+    for name in settings:
+        if name != "chat_template" and name not in template:
+            raise InputError(
+                f"template.{name}: the policy's chat template does not read it, so it would change "
+                "nothing; look for the name in its chat_template.jinja"
+            )
+
+
+def encode(tokenizer: "Tokenizer", messages: list[dict[str, str]], **settings: Any) -> list[int]:
+    """The token ids of a chat up to where the answer begins, special tokens included once.
+
+    `settings` go to the chat template. Where the tokenizer begins texts with a BOS, one BOS comes
+    first, whether the template spells none, one or two. Raises `TemplateError`.
+    """
+    from jinja2.exceptions import TemplateError as Complaint
+
+    try:
+        ids: list[int] = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=True, return_dict=False, **settings
+        )
+    except (Complaint, TypeError, ValueError, LookupError, AttributeError) as error:
+        raise TemplateError(f"{error}") from error
+    bos = tokenizer.bos_token_id
+    if bos is None or (ids[:1] != [bos] and tokenizer("")["input_ids"][:1] != [bos]):
+        return ids
+    spelled = next((i for i, token in enumerate(ids) if token != bos), len(ids))
+    return [bos, *ids[spelled:]]
 
 
 def eos_ids(path: Path) -> list[int]:
@@ -71,6 +107,18 @@ def eos_ids(path: Path) -> list[int]:
     if not found:
         raise InputError(f"{path} names no end token: set eos_token_id in generation_config.json")
     return found
+
+
+def link(path: Path, out: Path) -> None:
+    """The same model in another directory, without a second copy of its bytes where possible."""
+
+    def linked(file: Path, copy: Path) -> None:
+        try:
+            os.link(file, copy)
+        except OSError:  # another file system, or one without hard links
+            shutil.copyfile(file, copy)
+
+    _copy(path, out, MODEL, by=linked)
 
 
 def context_length(path: Path) -> int:
@@ -93,8 +141,8 @@ def digest(path: Path) -> str:
     return whole.hexdigest()[:16]
 
 
-def load_model(path: Path, machine: Machine) -> "PreTrainedModel":
-    """The model with float32 weights on the machine's device, dropout off (eval mode)."""
+def load_model(path: Path, *, device: str, attention: str = "sdpa") -> "PreTrainedModel":
+    """The model with float32 weights on `device`, dropout off (eval mode)."""
     check(path)
     import torch
     from safetensors import SafetensorError
@@ -104,69 +152,57 @@ def load_model(path: Path, machine: Machine) -> "PreTrainedModel":
     logging.disable_progress_bar()
     try:
         model, loading = AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, local_files_only=True, output_loading_info=True
+            path,
+            dtype=torch.float32,
+            attn_implementation=attention,
+            local_files_only=True,
+            output_loading_info=True,
         )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
         raise InputError(f"{path} does not load as a causal language model: {error}") from error
     absent = sorted(loading["missing_keys"])  # transformers would make them up
     if absent:
         raise InputError(f"{path}: the weights lack {', '.join(absent)}")
-    return model.to(machine.device).eval()
+    return model.to(device).eval()
 
 
-def save(model: "PreTrainedModel", out: Path, *, like: Path) -> None:
-    """Write the weights and config to `out`, and tokenizer and generation config as in `like`.
+def save(model: "PreTrainedModel", weights: "dict[str, Tensor]", out: Path, *, like: Path) -> None:
+    """Write `weights`, whole tensors by parameter name, and the model's config to `out`; tokenizer
+    and generation config as in `like`.
 
     Raises `NonFinite`, before anything is written, if a weight is not a finite number.
     """
-    for name, weight in model.state_dict().items():
+    from huggingface_hub import save_torch_state_dict
+
+    for name, weight in weights.items():
         if not weight.isfinite().all():
             raise NonFinite(f"{name} has weights that are not finite; nothing was saved")
-    # transformers loads generation configs that it refuses to save: `like`'s is copied instead
-    model.generation_config = type(model.generation_config)()
-    model.save_pretrained(out)
-    (out / "generation_config.json").unlink()
+    persistent = model.state_dict().keys()
+    buffers = {name: b for name, b in model.named_buffers() if name in persistent}
+    save_torch_state_dict({n: t.contiguous() for n, t in (weights | buffers).items()}, out)
+    model.config.dtype = "float32"
+    model.config.save_pretrained(out)
     _copy(like, out, COMPANIONS)
 
 
 def copy(path: Path, out: Path) -> None:
-    """The same policy, byte for byte, optimizer state included."""
-    _copy(path, out, ("config.json", *COMPANIONS, *WEIGHTS, OPTIMIZER))
+    """The same policy, byte for byte, optimizer state and adapter included."""
+    _copy(path, out, MODEL)
+    for directory in STATE:
+        if (path / directory).is_dir():
+            shutil.copytree(path / directory, out / directory)
 
 
-def save_optimizer(
-    out: Path, *, optimizer_steps: int, moments: "dict[str, dict[str, Tensor]]"
+def _copy(
+    source: Path,
+    out: Path,
+    patterns: Iterable[str],
+    *,
+    by: Callable[[Path, Path], object] = shutil.copyfile,
 ) -> None:
-    """Write AdamW's `moments` (exp_avg, exp_avg_sq by parameter name) and the step counter."""
-    import torch
-
-    moments = {
-        name: {kind: moment.cpu() for kind, moment in pair.items()}
-        for name, pair in moments.items()
-    }
-    torch.save({"optimizer_steps": optimizer_steps, "moments": moments}, out / OPTIMIZER)
-
-
-def load_optimizer(path: Path) -> "tuple[int, dict[str, dict[str, Tensor]]]":
-    """What `save_optimizer` wrote; (0, {}) for a policy that was never updated."""
-    import torch
-
-    if not (path / OPTIMIZER).exists():
-        return 0, {}
-    try:
-        state = torch.load(path / OPTIMIZER, map_location="cpu", weights_only=True)
-        return state["optimizer_steps"], state["moments"]
-    except Exception as error:  # torch.load raises whatever its unpickler meets
-        raise InputError(
-            f"{path / OPTIMIZER} is not an optimizer state that update wrote ({error}); "
-            "restore it, or remove it to start the optimizer afresh"
-        ) from error
-
-
-def _copy(source: Path, out: Path, patterns: Iterable[str]) -> None:
     for pattern in patterns:
         for file in source.glob(pattern):
-            shutil.copyfile(file, out / file.name)
+            by(file, out / file.name)
 
 
 def _json(path: Path) -> dict[str, Any]:

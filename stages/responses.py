@@ -19,16 +19,20 @@ SHORTER, WORTH = 0.8, 1024
 
 @dataclass(eq=False)
 class Response:
-    """One row of the batch that has tokens to learn from."""
+    """One row of the batch that has tokens to learn from; its tensors are [T], on the CPU."""
 
-    prompt_ids: "Tensor"
-    response_ids: "Tensor"  # [T], as all below
+    response_id: str
+    group: int  # the responses to one prompt have the same
+    prompt_ids: "Tensor"  # not [T]
+    response_ids: "Tensor"
     sampler_logprobs: "Tensor"
     advantage: float
     temperature: float
     fresh: bool  # sampled from the policy that is updated, not carried from an earlier step
     old_logprobs: "Tensor" = field(init=False)
-    weights: "Tensor" = field(init=False)  # of truncated importance sampling
+    reference_logprobs: "Tensor" = field(init=False)  # where there is a KL term
+    importance: "Tensor" = field(init=False)  # weights between sampler and trainer
+    counts: "Tensor" = field(init=False)  # bool: not dropped by its importance weight
 
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.response_ids)
@@ -91,6 +95,8 @@ def responses_of(rows: pl.DataFrame) -> list[Response]:
     return [
         Response(*values)
         for values in zip(
+            rows["response_id"],
+            rows["group_id"].rank("dense").to_list(),
             ragged("prompt_ids"),
             ragged("response_ids"),
             ragged("sampler_logprobs"),
@@ -102,20 +108,41 @@ def responses_of(rows: pl.DataFrame) -> list[Response]:
     ]
 
 
-def micro_batches(responses: list[Response], *, budget: int) -> Iterator[list[Response]]:
-    """Split by length, so that little is padding: at most `budget` padded tokens each, or one row.
+def micro_batches(
+    responses: Sequence[Response], *, budget: int, packed: bool = False
+) -> Iterator[list[Response]]:
+    """Split into parts of at most `budget` tokens, pads included where not `packed`, or of one row.
 
-    The longest come first: what does not fit the memory fails at once.
+    By length, so that little is padding; the longest come first: what does not fit the memory
+    fails at once.
     """
     part: list[Response] = []
+    tokens = 0
     for response in sorted(responses, key=len, reverse=True):  # stable: ties by response_id
         if part:
             longest = len(part[0])
-            full = (len(part) + 1) * longest > budget
+            tokens = tokens + len(response) if packed else (len(part) + 1) * longest
             wasteful = len(response) < SHORTER * longest and len(part) * longest >= WORTH
-            if full or wasteful:
+            if tokens > budget or (wasteful and not packed):
                 yield part
                 part = []
+        if not part:
+            tokens = len(response)
         part.append(response)
     if part:
         yield part
+
+
+def flat(tensors: "Sequence[Tensor]") -> "Tensor":
+    """[N]: one tensor per response, end to end."""
+    import torch
+
+    return torch.cat(list(tensors)) if tensors else torch.empty(0)
+
+
+def rows_of(responses: Sequence[Response]) -> "Tensor":
+    """[N]: which response each token belongs to."""
+    import torch
+
+    lengths = torch.tensor([len(r.response_ids) for r in responses], dtype=torch.long)
+    return torch.repeat_interleave(torch.arange(len(responses)), lengths)

@@ -19,8 +19,17 @@ class Machine(Settings):
     threads: int = Field(
         1, ge=1
     )  # of torch; vLLM on CPU heeds OMP_NUM_THREADS, else takes all cores
-    micro_batch_tokens: int = Field(16384, ge=1)  # padded tokens in one forward pass
+    micro_batch_tokens: int = Field(16384, ge=1)  # tokens in one forward pass, padding included
     gradient_checkpointing: bool = False
+    attention: str = "sdpa"  # of the trainer, by transformers' names, such as flash_attention_2
+    packed: bool = False  # sequences end to end without padding; worth it with varlen attention
+    compile: bool = False  # the trainer's model, by torch.compile
+    deterministic: bool = True  # on CUDA: the same bits each time, where torch has such kernels
+    # the trainer's processes (torchrun): FSDP2 over nproc × nnodes ranks
+    nproc: int = Field(1, ge=1)  # on this node, one per GPU
+    nnodes: int = Field(1, ge=1)
+    rdzv_endpoint: str | None = None  # HOST:PORT where nodes meet; none: this node alone
+    rdzv_id: str = "dapo"
     # vLLM
     tensor_parallel_size: int = Field(1, ge=1)
     gpu_memory_utilization: float = Field(0.05, gt=0, le=1)

@@ -12,6 +12,7 @@ from stages.errors import InputError
 MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
 TOKENS = pa.list_(pa.int32())
 LOGPROBS = pa.list_(pa.float32())
+FLAGS = pa.list_(pa.bool_())
 
 ROWS_PER_GROUP = 1024  # small row groups let one response be looked up without reading its shard
 
@@ -44,6 +45,28 @@ _JUDGED = {
     "extracted": (pa.string(), None),
     "verdict": pa.string(),
 }
+
+MEASURED = (
+    "loss",
+    "grad_norm",
+    "entropy",
+    "kl_k1",
+    "kl_k3",
+    "ratio_min",
+    "ratio_mean",
+    "ratio_max",
+    "clip_fraction_low",
+    "clip_fraction_high",
+    "clip_fraction_dual",
+    "importance_mean",
+    "importance_capped",
+    "importance_dropped",
+    "gap_mean",
+    "gap_max",
+    "length_mean",
+    "lr",
+)
+_SPEEDS = ("seconds", "tokens_per_second", "peak_memory_gib")
 
 SCHEMAS: dict[str, pa.Schema] = {
     "prompts": _schema(
@@ -99,20 +122,32 @@ SCHEMAS: dict[str, pa.Schema] = {
         policy=pa.string(),
         age=pa.int32(),
     ),
+    # a row per mini-batch; `optimizer_step` counts over the run, status says whether one was made
     "metrics": pa.schema(
-        [
-            pa.field(name, pa.int64(), nullable=False)
-            for name in ("optimizer_step", "sequences", "tokens")
-        ]
-        + [pa.field(name, pa.float64(), nullable=False) for name in ("loss", "entropy")]
-        + [
-            pa.field(f"clip_fraction_{which}", pa.float64(), nullable=False)
-            for which in ("low", "high", "dual")
-        ]
-        + [
-            pa.field(name, pa.float64(), nullable=False)
-            for name in ("ratio_min", "ratio_max", "ratio_mean", "approx_kl", "grad_norm", "lr")
-        ]
+        [pa.field(name, pa.int64(), nullable=False) for name in ("mini_batch", "optimizer_step")]
+        + [pa.field("status", pa.string(), nullable=False)]
+        + [pa.field(n, pa.int64(), nullable=False) for n in ("sequences", "tokens", "length_max")]
+        + [pa.field(name, pa.float64(), nullable=False) for name in MEASURED]
+        + [pa.field("kl_reference", pa.float64())]
+    ),
+    # how fast it went: beside the metrics, for no digest may depend on the hour
+    "timings": pa.schema(
+        [pa.field("mini_batch", pa.int64(), nullable=False)]
+        + [pa.field(name, pa.float64(), nullable=False) for name in _SPEEDS]
+        + [pa.field("mfu", pa.float64())]
+    ),
+    # on request: what each token of a response went through in the steps that it was trained in
+    "tokens": _schema(
+        "response_id",
+        optimizer_step=pa.int64(),
+        old_logprobs=LOGPROBS,
+        new_logprobs=LOGPROBS,
+        entropies=LOGPROBS,
+        ratios=LOGPROBS,
+        clipped_low=FLAGS,
+        clipped_high=FLAGS,
+        clipped_dual=FLAGS,
+        weights=LOGPROBS,
     ),
     "samples": _schema("response_id", **_GENERATED, **_JUDGED),
     "evaluations": _schema(
@@ -123,6 +158,14 @@ SCHEMAS: dict[str, pa.Schema] = {
         acc_mean=(pa.float64(), None),
         length_mean=pa.float64(),
         truncated_mean=pa.float64(),
+    ),
+    # the rows that no prompt could be made of; `row` counts from 1 in its file
+    "unusable": _schema(
+        "file",
+        row=pa.int64(),
+        prompt_id=(pa.string(), None),
+        column=(pa.string(), None),
+        reason=pa.string(),
     ),
 }
 SCHEMAS["carried"] = SCHEMAS["batch"]  # whole groups that wait for the next step

@@ -2,126 +2,214 @@
 
 `old_logprobs` are recomputed here, from the stored token ids, before the first optimizer step;
 `sampler_logprobs` come from the engine and serve to measure (and correct) the gap between the two.
-Legend: B responses, S tokens of prompt and response, T response tokens, N = Σ T, V vocabulary.
 """
 
 import math
-import random
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any
 
 import polars as pl
-from pydantic import Field, model_validator
 
-from stages import dapo, tables
 from stages import policy as policies
+from stages import ranks, tables
 from stages.errors import EngineMismatch, InputError, NonFinite
-from stages.logprobs import padded, token_logprobs
 from stages.progress import report
-from stages.responses import Response, micro_batches, read, responses_of, trainable
-from stages.settings import Machine, Settings
+from stages.responses import Response, flat, read, responses_of, trainable
+from stages.settings import Machine
+from stages.trainer import Config, MiniBatch, Trainer, check_schedule, scorer_of
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from transformers import PreTrainedModel
 
-
-class Config(Settings):
-    # the loss
-    eps_low: float = Field(0.2, ge=0, lt=1)  # ε_low
-    eps_high: float = Field(0.28, ge=0)  # ε_high
-    dual_clip: float | None = Field(None, gt=1)  # c
-    aggregation: dapo.Aggregation = "token-mean"
-    divisor: float | None = Field(None, gt=0)  # of seq-mean-token-sum-norm, tokens
-    mask_truncated: bool = False  # overlong filtering: cut responses count nowhere in the loss
-    tis: Literal["off", "token"] = "off"  # truncated importance sampling, min(π_old/π_sampler, cap)
-    tis_cap: float = Field(2.0, gt=0)
-    max_gap: float | None = Field(None, gt=0)  # of mean |sampler - old log-prob|, fresh responses
-    # the optimizer steps
-    mini_batch: int = Field(512, ge=1)  # responses per optimizer step, at most
-    epochs: int = Field(1, ge=1)  # passes over the batch
-    max_grad_norm: float = Field(1.0, gt=0)
-    # AdamW; all parameters decay, as in the paper's code
-    lr: float = Field(1e-6, gt=0)
-    betas: tuple[float, float] = (0.9, 0.999)
-    adam_eps: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.1, ge=0)
-    warmup_steps: int = Field(0, ge=0)  # optimizer steps over the whole run; the first has lr > 0
-    schedule: Literal["constant", "linear"] = "constant"  # after the warm-up
-    total_steps: int | None = Field(None, ge=1)  # optimizer steps until linear reaches 0
-    seed: int = 0
-
-    @model_validator(mode="after")
-    def _combinations(self) -> "Config":
-        if (self.aggregation == "seq-mean-token-sum-norm") != (self.divisor is not None):
-            raise ValueError(
-                "divisor (tokens, for example the longest response) belongs to "
-                "aggregation=seq-mean-token-sum-norm: give both or neither"
-            )
-        if (self.schedule == "linear") != (self.total_steps is not None):
-            raise ValueError("total_steps belongs to schedule=linear: give both or neither")
-        if self.total_steps is not None and self.total_steps <= self.warmup_steps:
-            raise ValueError(
-                f"total_steps {self.total_steps} must be above warmup_steps {self.warmup_steps}"
-            )
-        return self
+__all__ = ["Config", "dry", "run"]
 
 
 def run(
-    *, batch: Path, policy: Path, out: Path, config: Config, machine: Machine
+    *,
+    batch: Path,
+    policy: Path,
+    reference: Path | None = None,
+    out: Path,
+    config: Config,
+    machine: Machine,
 ) -> dict[str, float]:
-    """Write the updated policy directory to `out`, and `metrics`, a row per optimizer step.
+    """Write the updated policy directory to `out`, and `metrics`, a row per mini-batch.
 
     Every row is validated before the model is loaded, and nothing is written before the last
     optimizer step is done. Rows without a reward carry no tokens; if no row carries any, no step
     is made: weights, optimizer state and counters stay as they are, byte for byte.
 
-    Raises `InputError` for bad rows, `EngineMismatch` when the gap exceeds `max_gap`,
-    `NonFinite` when a loss, gradient or weight stops being a number.
-    """
-    policies.check(policy)
-    rows = trainable(read(batch), mask_truncated=config.mask_truncated)
-    done, moments = policies.load_optimizer(policy)
-    if rows.is_empty():
-        policies.copy(policy, out)
-        tables.write(out, "metrics", pl.DataFrame(schema=tables.polars_schema("metrics")))
-        return {"optimizer_steps": 0.0, "total_optimizer_steps": float(done), "tokens": 0.0}
+    Args:
+        reference: the policy that `config.kl` measures the divergence from.
 
+    Raises `InputError` for bad rows, `EngineMismatch` when the gap exceeds `max_gap`, `NonFinite`
+    when numbers that are not finite cost more than `max_skipped` of the steps, or reach a weight;
+    `ranks.RankDied` when one of several processes ends without an answer.
+    """
+    rows = _checked(batch, policy, reference, config)
+    arguments = {"policy": policy, "out": out, "config": config, "machine": machine}
+    if rows.is_empty():
+        return _unchanged(policy, out)
+    return ranks.launch(train, {"batch": batch, "reference": reference, **arguments}, machine)
+
+
+def train(
+    *,
+    batch: Path,
+    policy: Path,
+    reference: Path | None,
+    out: Path,
+    config: Config,
+    machine: Machine,
+) -> dict[str, float]:
+    """What every rank does; the main one writes and returns the metrics that count."""
+    rows = trainable(read(batch), mask_truncated=config.mask_truncated)
     total = config.epochs * math.ceil(len(rows) / config.mini_batch)
-    check_schedule(config, done=done, ahead=total)
-    trainer = Trainer(load(policy, rows, machine), done, moments, config=config, machine=machine)
+    trainer = Trainer.of(policy, config=config, machine=machine)
+    check_schedule(config, done=trainer.done, ahead=total)
     responses = responses_of(rows)
+    _check_vocabulary(rows, trainer, policy)
     first_epoch = trainer.mini_batches(responses)
-    trainer.recompute_old(first_epoch)
+    trainer.recompute_old(first_epoch, _reference(reference, config, machine))
     gap = measure_gap(responses, config)
 
-    steps = []
+    steps: list[dict[str, Any]] = []
     for epoch in range(config.epochs):
         for mini_batch in first_epoch if epoch == 0 else trainer.mini_batches(responses):
-            steps.append(trainer.step(mini_batch))
+            steps.append({"mini_batch": len(steps), **trainer.step(mini_batch)})
+            _check_skipped(trainer, total)
             report(len(steps), total, "optimizer steps")
 
-    policies.save(trainer.model, out, like=policy)
-    policies.save_optimizer(out, optimizer_steps=trainer.done, moments=trainer.moments())
-    frame = pl.DataFrame(steps)
-    tables.write(out, "metrics", frame)
-    return summary(frame) | gap
+    trainer.save(out, like=policy)
+    records = [row for rows in ranks.gather(trainer.token_records) for row in rows]
+    if ranks.rank() == 0:
+        _write(out, steps, records if config.record_tokens else None)
+    return summary(steps) | gap | {"total_optimizer_steps": float(trainer.done)}
+
+
+def dry(
+    *,
+    batch: Path,
+    policy: Path,
+    updated: Path | None = None,
+    reference: Path | None = None,
+    configs: Mapping[str, Config],
+    machine: Machine,
+) -> pl.DataFrame:
+    """What the loss on the whole batch would be under other settings, without an optimizer step.
+
+    `old_logprobs` are those of `policy`, the new ones those of `updated`, a policy that an update
+    made of it (default: `policy` itself, and every ratio is 1). A row per metric, a column per
+    config: loss, gradient norm before it is clipped, clip fractions, ratios, divergences, weights.
+    """
+    for config in configs.values():
+        _checked(batch, policy, reference, config)
+    arguments = {"batch": batch, "policy": policy, "updated": updated, "reference": reference}
+    columns = {
+        name: ranks.launch(_counterfactual, {**arguments, "config": c, "machine": machine}, machine)
+        for name, c in configs.items()
+    }
+    metrics = list(next(iter(columns.values())))
+    return pl.DataFrame(
+        {"metric": metrics} | {n: [c.get(m) for m in metrics] for n, c in columns.items()},
+        schema_overrides=dict.fromkeys(columns, pl.Float64),
+    )
+
+
+def _counterfactual(
+    *,
+    batch: Path,
+    policy: Path,
+    updated: Path | None,
+    reference: Path | None,
+    config: Config,
+    machine: Machine,
+) -> dict[str, float]:
+    rows = trainable(read(batch), mask_truncated=config.mask_truncated)
+    responses = responses_of(rows)
+    before = Trainer.of(policy, config=config, machine=machine)
+    whole = MiniBatch(responses, before.dealt(responses))
+    before.recompute_old([whole], _reference(reference, config, machine))
+    after = before if updated is None else Trainer.of(updated, config=config, machine=machine)
+    found = after.gradient(whole)
+    return {name: float(value) for name, value in found.items()}
+
+
+def _checked(batch: Path, policy: Path, reference: Path | None, config: Config) -> pl.DataFrame:
+    """The rows that carry tokens, once all that needs no model has been checked."""
+    policies.check(policy)
+    if (config.kl != "off") != (reference is not None):
+        raise InputError(
+            f"kl={config.kl}, and {'no' if reference is None else 'a'} reference policy is given: "
+            "the divergence needs both (--reference DIR update.kl=k3)"
+        )
+    return trainable(read(batch), mask_truncated=config.mask_truncated)
+
+
+def _check_vocabulary(rows: pl.DataFrame, trainer: Trainer, policy: Path) -> None:
+    vocabulary = trainer.model.get_input_embeddings().num_embeddings
+    for column in ("prompt_ids", "response_ids"):
+        ids = pl.col(column).list
+        bad = rows.filter((ids.max() >= vocabulary) | (ids.min() < 0))
+        if len(bad):
+            raise InputError(
+                f"{column} of response '{bad['response_id'][0]}' has a token outside the "
+                f"vocabulary of {policy}, 0 to {vocabulary - 1}: it belongs to another policy"
+            )
+
+
+def _check_skipped(trainer: Trainer, total: int) -> None:
+    skipped = trainer.skipped
+    if len(skipped) > trainer.config.max_skipped * total:
+        raise NonFinite(
+            f"{len(skipped)} of {total} mini-batches had numbers that are not finite, more than "
+            f"max_skipped {trainer.config.max_skipped} allows ({'; '.join(skipped)}); nothing was "
+            "saved, the policy before this update is whole"
+        )
+
+
+def _reference(path: Path | None, config: Config, machine: Machine) -> Any:
+    if path is None:
+        return None
+    return scorer_of(path, config=config, machine=machine, frozen=True)
+
+
+def _unchanged(policy: Path, out: Path) -> dict[str, float]:
+    from stages import state
+
+    policies.copy(policy, out)
+    _write(out, [], None)
+    done = state.counters(policy).get("optimizer_steps", 0)
+    return {"optimizer_steps": 0.0, "total_optimizer_steps": float(done), "tokens": 0.0}
+
+
+def _write(out: Path, steps: list[dict[str, Any]], records: list[dict[str, Any]] | None) -> None:
+    for table in ("metrics", "timings"):
+        schema = tables.polars_schema(table)
+        frame = pl.DataFrame([{n: step.get(n) for n in schema} for step in steps], schema=schema)
+        tables.write(out, table, frame)
+    if records is not None:
+        schema = tables.polars_schema("tokens")
+        rows = sorted(records, key=lambda row: (row["optimizer_step"], row["response_id"]))
+        tables.write(out, "tokens", pl.DataFrame(rows, schema=schema))
 
 
 def measure_gap(responses: list[Response], config: Config) -> dict[str, float]:
     """|sampler - old log-prob| over tokens; more than `max_gap` on average stops the run.
 
-    Carried responses come from an older policy: they differ rightly, and are counted apart.
+    Carried responses come from an older policy: they differ rightly, and are counted apart. What
+    is not finite is the optimizer steps' business.
     """
-    import torch
 
     def gaps(fresh: bool) -> "Tensor":
         each = [r.sampler_logprobs - r.old_logprobs for r in responses if r.fresh == fresh]
-        return torch.cat([*each, torch.empty(0)]).double().abs()
+        every = flat(each).double().abs()
+        return every[every.isfinite()]
 
     fresh, stale = gaps(True), gaps(False)
     mean, largest = (fresh.mean().item(), fresh.max().item()) if len(fresh) else (0.0, 0.0)
-    if config.max_gap is not None and not mean <= config.max_gap:
+    if config.max_gap is not None and mean > config.max_gap:
         raise EngineMismatch(
             f"mean |sampler - old log-prob| is {mean:.3g} (max {largest:.3g}) over {len(fresh)} "
             f"tokens, more than max_gap {config.max_gap:.3g}: the engine did not sample from this "
@@ -134,208 +222,20 @@ def measure_gap(responses: list[Response], config: Config) -> dict[str, float]:
     }
 
 
-def load(policy: Path, rows: pl.DataFrame, machine: Machine) -> "PreTrainedModel":
-    """The policy's model, ready to train on `rows`; torch is set up for the machine."""
-    import torch
-
-    torch.set_num_threads(machine.threads)
-    torch.use_deterministic_algorithms(machine.device == "cuda", warn_only=True)
-    model = policies.load_model(policy, machine)
-    for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
-        if getattr(model.config, name, None) not in (None, 1.0):
-            raise InputError(f"{policy}: models with {name} are not supported: logits = head(h)")
-    vocabulary = model.get_input_embeddings().num_embeddings
-    for column in ("prompt_ids", "response_ids"):
-        ids = pl.col(column).list
-        bad = rows.filter((ids.max() >= vocabulary) | (ids.min() < 0))
-        if len(bad):
-            raise InputError(
-                f"{column} of response '{bad['response_id'][0]}' has a token outside the "
-                f"vocabulary of {policy}, 0 to {vocabulary - 1}: it belongs to another policy"
-            )
-    if machine.gradient_checkpointing:
-        _checkpoint(model)
-    return model
-
-
-def _checkpoint(model: "PreTrainedModel") -> None:
-    """Trade time for memory. Transformers does so in train mode only: dropout off by hand."""
-    import torch
-
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    model.train()
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-        if isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0
-
-
-def learning_rate(config: Config, done: int) -> float:
-    """Of the optimizer step that follows `done` steps: linear warm-up, then the schedule."""
-    if done < config.warmup_steps:
-        return config.lr * (done + 1) / config.warmup_steps
-    if config.total_steps is None:
-        return config.lr
-    left = (config.total_steps - done) / (config.total_steps - config.warmup_steps)
-    return config.lr * max(0.0, left)
-
-
-def check_schedule(config: Config, *, done: int, ahead: int) -> None:
-    """Refuse optimizer steps at learning rate 0: they would do nothing, and look like training."""
-    if config.total_steps is not None and done + ahead > config.total_steps:
-        raise InputError(
-            f"optimizer steps {done + 1} to {done + ahead} go beyond total_steps "
-            f"{config.total_steps}, where the learning rate is 0: raise total_steps"
-        )
-
-
-class Trainer:
-    """Model and AdamW, and the count of optimizer steps since the run began."""
-
-    def __init__(
-        self,
-        model: "PreTrainedModel",
-        done: int,
-        moments: "dict[str, dict[str, Tensor]]",
-        *,
-        config: Config,
-        machine: Machine,
-    ) -> None:
-        import torch
-
-        self.model, self.done, self.config, self.machine = model, done, config, machine
-        self.parameters = dict(model.named_parameters())
-        self.optimizer = torch.optim.AdamW(
-            self.parameters.values(),
-            lr=config.lr,
-            betas=config.betas,
-            eps=config.adam_eps,
-            weight_decay=config.weight_decay,
-            fused=True,
-        )
-        for name, pair in moments.items():
-            parameter = self.parameters.get(name)
-            if parameter is None or parameter.shape != pair["exp_avg"].shape:
-                raise InputError(
-                    f"{policies.OPTIMIZER} knows a {name} that this model has not: it belongs to "
-                    "another policy; remove it to start the optimizer afresh"
-                )
-            state = {kind: moment.to(parameter.device) for kind, moment in pair.items()}
-            step = torch.tensor(float(done), device=parameter.device)
-            self.optimizer.state[parameter] = {"step": step, **state}
-
-    def moments(self) -> "dict[str, dict[str, Tensor]]":
-        state = self.optimizer.state
-        return {
-            name: {kind: state[parameter][kind] for kind in ("exp_avg", "exp_avg_sq")}
-            for name, parameter in self.parameters.items()
-            if parameter in state  # a parameter that is never used gets no gradient
-        }
-
-    def mini_batches(self, responses: list[Response]) -> list[list[list[Response]]]:
-        """One epoch: shuffled by seed and optimizer step, in equal parts of `mini_batch` at most.
-
-        Equal, since a small remainder would be a noisy step at the full learning rate. Each part
-        is a list of micro-batches.
-        """
-        order = list(responses)
-        random.Random(f"{self.config.seed}/{self.done}").shuffle(order)
-        n = math.ceil(len(order) / self.config.mini_batch)
-        parts = [order[i * len(order) // n : (i + 1) * len(order) // n] for i in range(n)]
-        budget = self.machine.micro_batch_tokens
-        return [list(micro_batches(part, budget=budget)) for part in parts]
-
-    def logprobs(self, micro: list[Response]) -> "tuple[Tensor, Tensor]":
-        return token_logprobs(self.model, micro, bfloat16=self.machine.dtype == "bfloat16")
-
-    def recompute_old(self, mini_batches: list[list[list[Response]]]) -> None:
-        """Set every response's `old_logprobs`, and from them its `weights`.
-
-        In the very micro-batches that are trained on first, so that the first ratio is exactly 1.
-        """
-        import torch
-
-        for micro in (micro for mini_batch in mini_batches for micro in mini_batch):
-            with torch.no_grad():
-                old = self.logprobs(micro)[0].cpu()
-            if not old.isfinite().all():
-                raise NonFinite("the policy gives log-probs that are not finite: is it broken?")
-            parts = torch.split(old, [len(r.response_ids) for r in micro])
-            for response, old_logprobs in zip(micro, parts, strict=True):
-                response.old_logprobs = old_logprobs
-                weights = (old_logprobs - response.sampler_logprobs).exp()
-                response.weights = weights.clamp(max=self.config.tis_cap)
-
-    def step(self, mini_batch: list[list[Response]]) -> dict[str, float]:
-        """One optimizer step on one mini-batch; its row of `metrics`."""
-        import torch
-
-        sequences = sum(len(micro) for micro in mini_batch)
-        tokens = sum(len(r.response_ids) for micro in mini_batch for r in micro)
-        count = tokens if self.config.aggregation == "token-mean" else sequences
-        self.optimizer.zero_grad(set_to_none=True)
-        parts = [self.backward(micro, denominator=count) for micro in mini_batch]
-        norm = torch.nn.utils.clip_grad_norm_(
-            self.parameters.values(), self.config.max_grad_norm
-        ).item()
-        loss = sum(part["loss"].item() for part in parts)
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise NonFinite(
-                f"optimizer step {self.done + 1}: loss {loss}, gradient norm {norm}; "
-                "nothing was saved, the policy before this update is whole"
-            )
-        lr = learning_rate(self.config, self.done)
-        self.optimizer.param_groups[0]["lr"] = lr
-        self.optimizer.step()
-        self.done += 1
-        return {
-            "optimizer_step": self.done,
-            "loss": loss,
-            "entropy": sum(part["entropy_sum"].item() for part in parts) / tokens,
-            **dapo.summarise(parts),
-            "grad_norm": norm,
-            "lr": lr,
-            "sequences": sequences,
-            "tokens": tokens,
-        }
-
-    def backward(self, micro: list[Response], *, denominator: int) -> "dict[str, Tensor]":
-        """Add the gradient of one micro-batch's share of the loss; returns its statistics."""
-        import torch
-
-        config, device = self.config, self.model.device
-        # from lengths, never from ids: the pad may be the end token
-        length_B1 = torch.tensor([[len(r.response_ids)] for r in micro], device=device)
-        mask_BT = torch.arange(int(length_B1.max()), device=device) < length_B1
-        new_N, entropy_N = self.logprobs(micro)
-        loss, statistics = dapo.policy_loss(
-            padded(new_N, mask_BT),
-            padded([r.old_logprobs for r in micro], mask_BT),
-            torch.tensor([r.advantage for r in micro], device=device),
-            mask_BT,
-            eps_low=config.eps_low,
-            eps_high=config.eps_high,
-            dual_clip=config.dual_clip,
-            aggregation=config.aggregation,
-            denominator=denominator,
-            divisor=config.divisor,
-            weights=padded([r.weights for r in micro], mask_BT) if config.tis != "off" else None,
-        )
-        loss.backward()
-        return {**statistics, "loss": loss.detach(), "entropy_sum": entropy_N.sum()}
-
-
-def summary(steps: pl.DataFrame) -> dict[str, float]:
+def summary(steps: list[dict[str, Any]]) -> dict[str, float]:
     """The stage's metrics: means over optimizer steps, but for extremes, counts and the last lr."""
-    means = steps.mean().row(0, named=True)
-    del means["optimizer_step"]
-    return means | {
-        "ratio_min": steps["ratio_min"].min(),
-        "ratio_max": steps["ratio_max"].max(),
-        "lr": steps["lr"][-1],
-        "sequences": float(steps["sequences"].sum()),
-        "tokens": float(steps["tokens"].sum()),
-        "optimizer_steps": float(len(steps)),
-        "total_optimizer_steps": float(steps["optimizer_step"][-1]),
+    made = [step for step in steps if step["status"] == "stepped"]
+    numbers = {name: [float(step[name]) for step in made] for name in tables.MEASURED}
+    if "kl_reference" in steps[0]:
+        numbers["kl_reference"] = [step["kl_reference"] for step in made]
+    nothing = math.nan
+    return {
+        **{name: sum(each) / len(each) if each else nothing for name, each in numbers.items()},
+        "ratio_min": min(numbers["ratio_min"], default=nothing),
+        "ratio_max": max(numbers["ratio_max"], default=nothing),
+        "lr": numbers["lr"][-1] if made else nothing,
+        "sequences": float(sum(step["sequences"] for step in made)),
+        "tokens": float(sum(step["tokens"] for step in made)),
+        "optimizer_steps": float(len(made)),
+        "skipped": float(sum(step["status"] == "not_finite" for step in steps)),
     }

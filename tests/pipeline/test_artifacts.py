@@ -225,7 +225,8 @@ def test_of_many_that_start_at_once_one_owns_the_directory(tmp_path: Path) -> No
 
 def test_retiring_removes_the_weights_and_keeps_the_record(tmp_path: Path) -> None:
     with artifacts.draft(tmp_path / "update") as building:
-        for name in ("model.safetensors", "optimizer.pt", "config.json"):
+        (building / "optimizer").mkdir()
+        for name in ("model.safetensors", "optimizer/0.distcp", "config.json"):
             (building / name).write_text(name)
         made = artifacts.publish(
             building,
@@ -235,10 +236,38 @@ def test_retiring_removes_the_weights_and_keeps_the_record(tmp_path: Path) -> No
             started=0,
             replace_existing=False,
         )
-    artifacts.retire(made)
-    kept = artifacts.load_unchanged(tmp_path / "update")
+    with artifacts.reading([made.path]):
+        artifacts.retire(made)
+    assert artifacts.load_unchanged(made.path) == made  # somebody was reading it
+    artifacts.retire(made, keep_weights=True)
+    kept = artifacts.load_unchanged(made.path)
+    assert kept.digest == made.digest and kept.trimmed and not kept.retired
+    assert (made.path / "model.safetensors").exists()
+    artifacts.retire(kept)
+    kept = artifacts.load_unchanged(made.path)
     assert kept.digest == made.digest and kept.retired
-    assert sorted(p.name for p in kept.path.iterdir()) == ["artifact.json", "config.json"]
+    files = sorted(p.name for p in kept.path.rglob("*") if p.is_file())
+    assert files == ["artifact.json", "config.json"]
+
+
+def test_timings_are_recorded_and_no_part_of_the_digest(tmp_path: Path) -> None:
+    def made(name: str, seconds: float) -> artifacts.Artifact:
+        with artifacts.draft(tmp_path / name) as building:
+            (building / "timings").mkdir()
+            (building / "timings" / "part-0.txt").write_text(f"{seconds}")
+            return artifacts.publish(
+                building,
+                tmp_path / name,
+                recipe=Recipe("update", {}, {}),
+                metrics={},
+                started=0,
+                replace_existing=False,
+            )
+
+    slow, quick = made("slow", 3.5), made("quick", 0.5)
+    assert slow.digest == quick.digest
+    (slow.path / "timings" / "part-0.txt").write_text("another time")
+    assert "is not the file" in slow.changed_files(full=True)[0]
 
 
 def test_differences_name_the_key_and_both_values() -> None:

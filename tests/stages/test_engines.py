@@ -52,7 +52,7 @@ def variant(base: Path, out: Path, *, seed: int, tied: bool = False) -> Path:
         for weight in model.parameters():
             weight.data += 0.2 * torch.randn_like(weight)
     out.mkdir()
-    policy.save(model, out, like=base)
+    policy.save(model, dict(model.named_parameters()), out, like=base)
     return out
 
 

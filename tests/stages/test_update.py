@@ -1,6 +1,5 @@
 """The update stage and the policy directory, on a random Qwen3 model of a few thousand weights."""
 
-import hashlib
 import json
 import math
 import random
@@ -12,61 +11,29 @@ import polars as pl
 import pytest
 import torch
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedTokenizerFast,
-    Qwen3Config,
-    Qwen3ForCausalLM,
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from updates import (
+    CPU,
+    ROWS,
+    VOCABULARY,
+    WORDS,
+    Bench,
+    assert_near,
+    build_policy,
+    faithful,
+    gradients,
+    hashes,
+    logprobs_alone,
+    row,
+    table,
+    weights,
+    write,
 )
 
-from stages import logprobs, responses, tables, update
 from stages import policy as policies
+from stages import responses, tables, trainer, update
 from stages.errors import EngineMismatch, InputError, NonFinite
 from stages.settings import Machine
-
-VECTORS = Path(__file__).parents[1] / "vectors"
-WORDS = ["<eos>", "<user>", "<bot>", "he", "llo", "hello", *"abcdefghijklmn"]
-VOCABULARY = len(WORDS)  # 20; <eos> is the pad too, on purpose
-CPU = Machine()
-
-torch.set_num_threads(1)
-
-
-# --- builders ----------------------------------------------------------------------------------
-
-
-def build_policy(path: Path, **settings: Any) -> Path:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    backend = Tokenizer(models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="a"))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<eos>", pad_token="<eos>"
-    )
-    tokenizer.chat_template = (
-        "{% for m in messages %}<user> {{ m['content'] }} {% endfor %}"
-        "{% if add_generation_prompt %}<bot>{% endif %}"
-    )
-    architecture = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 16,
-        "max_position_embeddings": 128,
-        "tie_word_embeddings": False,
-        "initializer_range": 0.2,
-        "eos_token_id": 0,
-        "pad_token_id": 0,
-    }
-    torch.manual_seed(0)
-    model = Qwen3ForCausalLM(Qwen3Config(**(architecture | settings)))
-    model.save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -74,130 +41,9 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_policy(tmp_path_factory.mktemp("policy"))
 
 
-def row(name: int, **columns: Any) -> dict[str, Any]:
-    """One response of 2 to 9 tokens to a prompt of 1 to 4."""
-    rng = random.Random(name)
-    ids = [rng.randrange(VOCABULARY) for _ in range(rng.randint(2, 9))]
-    return {
-        "response_id": f"r{name:03d}",
-        "group_id": f"g{name // 4}",
-        "prompt_id": "p",
-        "prompt_ids": [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 4))],
-        "response_ids": ids,
-        "sampler_logprobs": [-3.0] * len(ids),
-        "temperature": 1.0,
-        "finish_reason": "stop",
-        "acc": 1.0,
-        "reward": 1.0,
-        "advantage": rng.uniform(-1, 1),
-        "policy": "x",
-        "age": 0,
-    } | columns
-
-
-def table(rows: list[dict[str, Any]]) -> pl.DataFrame:
-    return pl.DataFrame(rows, schema=tables.polars_schema("batch"))
-
-
-def write(path: Path, rows: list[dict[str, Any]] | pl.DataFrame) -> Path:
-    path.mkdir()
-    frame = rows if isinstance(rows, pl.DataFrame) else table(rows)
-    tables.write(path, "batch", frame)
-    return path
-
-
-class Bench:
-    """Runs updates in numbered directories."""
-
-    def __init__(self, root: Path, policy: Path) -> None:
-        self.root, self.policy, self.count = root, policy, 0
-
-    def out(self) -> Path:
-        self.count += 1
-        path = self.root / f"out{self.count}"
-        path.mkdir()
-        return path
-
-    def __call__(
-        self,
-        rows: list[dict[str, Any]] | pl.DataFrame,
-        *,
-        policy: Path | None = None,
-        machine: Machine = CPU,
-        **config: Any,
-    ) -> tuple[Path, dict[str, float]]:
-        out = self.out()
-        metrics = update.run(
-            batch=write(self.root / f"batch{self.count}", rows),
-            policy=policy or self.policy,
-            out=out,
-            config=update.Config(**({"lr": 1e-3, "mini_batch": 4} | config)),
-            machine=machine,
-        )
-        return out, metrics
-
-
 @pytest.fixture
 def bench(tmp_path: Path, policy: Path) -> Bench:
     return Bench(tmp_path, policy)
-
-
-def weights(path: Path) -> dict[str, Tensor]:
-    return dict(AutoModelForCausalLM.from_pretrained(path).state_dict())
-
-
-def hashes(path: Path) -> dict[str, str]:
-    return {
-        str(file.relative_to(path)): hashlib.sha256(file.read_bytes()).hexdigest()
-        for file in sorted(path.rglob("*"))
-        if file.is_file()
-    }
-
-
-def logprobs_alone(policy: Path, row: dict[str, Any], *, model: Any = None) -> Tensor:
-    """[T] of one row, without padding or batching: the whole model's logits, the plain formula."""
-    model = model or AutoModelForCausalLM.from_pretrained(policy)
-    ids = torch.tensor([row["prompt_ids"] + row["response_ids"]])
-    logits = model(ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0]
-    spread = torch.log_softmax(logits.float() / row["temperature"], dim=-1)
-    first = len(row["prompt_ids"])
-    return spread[first - 1 : -1].gather(-1, ids[0, first:, None])[:, 0]
-
-
-def faithful(policy: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows as an engine that runs this very policy would have recorded them."""
-    model = AutoModelForCausalLM.from_pretrained(policy)
-    with torch.no_grad():
-        return [
-            row | {"sampler_logprobs": logprobs_alone(policy, row, model=model).tolist()}
-            for row in rows
-        ]
-
-
-def gradients(
-    policy: Path, rows: list[dict[str, Any]], machine: Machine, **config: Any
-) -> tuple[dict[str, Tensor], list[int]]:
-    """Of one mini-batch of all the rows; and the sizes of its micro-batches."""
-    frame = table(rows)
-    settings = update.Config(**({"mini_batch": len(rows)} | config))
-    model = update.load(policy, frame, machine)
-    trainer = update.Trainer(model, 0, {}, config=settings, machine=machine)
-    (mini_batch,) = trainer.mini_batches(responses.responses_of(frame))
-    trainer.recompute_old([mini_batch])
-    count = frame["response_ids"].list.len().sum()
-    for micro in mini_batch:
-        trainer.backward(micro, denominator=count)
-    found = {name: p.grad.clone() for name, p in trainer.parameters.items() if p.grad is not None}
-    return found, [len(micro) for micro in mini_batch]
-
-
-def assert_near(found: dict[str, Tensor], wanted: dict[str, Tensor], relative: float) -> None:
-    assert found.keys() == wanted.keys()
-    for name, one in wanted.items():
-        assert (found[name] - one).abs().max() <= relative * one.abs().max(), name
-
-
-ROWS = [row(i) for i in range(8)]
 
 
 # --- the algorithm -----------------------------------------------------------------------------
@@ -284,7 +130,11 @@ def test_other_aggregations_do_not_depend_on_the_micro_batch(
 
 def test_the_order_of_rows_does_not_matter_and_a_rerun_is_identical(bench: Bench) -> None:
     found = hashes(bench(ROWS)[0])
-    assert {"model.safetensors", "optimizer.pt", "metrics/part-00000.parquet"} <= found.keys()
+    assert {
+        "model.safetensors",
+        "optimizer/.metadata",
+        "metrics/part-00000.parquet",
+    } <= found.keys()
     assert hashes(bench(ROWS)[0]) == found
     for seed in range(2):
         shuffled = table(ROWS).sample(fraction=1.0, shuffle=True, seed=seed)
@@ -300,7 +150,7 @@ def test_the_first_ratio_is_exactly_one_and_later_ones_are_not(bench: Bench) -> 
     out, _ = bench(rows)
     steps = tables.read(out, "metrics")
     assert steps["ratio_min"][0] == steps["ratio_max"][0] == 1.0
-    assert steps["approx_kl"][0] == 0.0
+    assert steps["kl_k1"][0] == steps["kl_k3"][0] == 0.0
     assert steps["ratio_min"][1] < 1.0 < steps["ratio_max"][1]
 
 
@@ -338,14 +188,6 @@ def test_the_policy_learns_what_has_advantage(bench: Bench) -> None:
 
 
 # --- whose log-probs ---------------------------------------------------------------------------
-
-
-def test_logprobs_are_of_logits_over_temperature() -> None:
-    case = json.loads((VECTORS / "temperature.json").read_text())
-    logits = torch.tensor([case["logits"]] * 3)
-    temperatures = torch.full((3,), case["temperature"])
-    found, _ = logprobs.score(torch.nn.Identity(), logits, torch.arange(3), temperatures)
-    assert found.tolist() == pytest.approx(case["all_right"], abs=1e-6)
 
 
 def test_every_row_is_scored_at_its_own_recorded_temperature(bench: Bench) -> None:
@@ -458,27 +300,31 @@ def test_the_learning_rate_counts_optimizer_steps_over_batches(bench: Bench) -> 
     assert (steps["lr"] / 1e-3).to_list() == pytest.approx(wanted)
     assert metrics["total_optimizer_steps"] == 8
     config = update.Config(lr=1e-3, **settings)
-    assert update.learning_rate(config, done=8) == 0.0
+    assert trainer.learning_rate(config, done=8) == 0.0
     with pytest.raises(InputError, match="raise total_steps"):
         bench(ROWS, policy=second, **settings)
 
 
 def test_the_warm_up_never_starts_at_zero() -> None:
     config = update.Config(lr=1.0, warmup_steps=4)
-    assert [update.learning_rate(config, done) for done in range(6)] == [0.25, 0.5, 0.75, 1, 1, 1]
-    assert update.learning_rate(update.Config(lr=1.0), done=0) == 1.0
+    assert [trainer.learning_rate(config, done) for done in range(6)] == [0.25, 0.5, 0.75, 1, 1, 1]
+    assert trainer.learning_rate(update.Config(lr=1.0), done=0) == 1.0
 
 
 @pytest.mark.parametrize(
     ("settings", "match"),
     [
         ({"dual_clip": 1.0}, "dual_clip"),
-        ({"eps_low": 1.0}, "eps_low"),
+        ({"eps_low": 1.1}, "eps_low"),
         ({"mini_batch": 0}, "mini_batch"),
         ({"aggregation": "seq-mean-token-sum-norm"}, "divisor"),
         ({"divisor": 3.0}, "divisor"),
         ({"schedule": "linear"}, "total_steps"),
         ({"total_steps": 5}, "schedule=linear"),
+        ({"schedule": "cosine"}, "total_steps"),
+        ({"objective": "cispo", "dual_clip": 3.0}, "dual_clip"),
+        ({"tis_drop_outside": (0.5, 2.0)}, "tis=token"),
+        ({"tis": "token", "tis_drop_outside": (2.0, 0.5)}, "low < high"),
         ({"schedule": "linear", "total_steps": 5, "warmup_steps": 5}, "warmup_steps"),
         ({"epslow": 0.2}, "epslow"),
     ],
@@ -526,9 +372,22 @@ def test_a_response_that_occurs_twice_is_refused(bench: Bench) -> None:
         bench([ROWS[0], ROWS[0]])
 
 
-def test_a_loss_that_is_not_finite_ends_the_update_with_the_step(bench: Bench) -> None:
-    with pytest.raises(NonFinite, match=r"optimizer step [12]: loss .*nothing was saved"):
-        bench([*ROWS[:3], row(3, advantage=1e200), *ROWS[4:]])  # finite in float64 only
+def test_a_mini_batch_that_is_not_finite_is_left_out_and_counted(bench: Bench) -> None:
+    broken = row(3, advantage=1e200)  # finite in float64 only
+    rows = [*ROWS[:3], broken, *ROWS[4:]]
+    out, metrics = bench(rows, mini_batch=2)
+    steps = tables.read(out, "metrics")
+    assert sorted(steps["status"]) == ["not_finite", "stepped", "stepped", "stepped"]
+    assert (metrics["skipped"], metrics["optimizer_steps"]) == (1, 3)
+    assert metrics["total_optimizer_steps"] == steps["optimizer_step"][-1] == 3
+    assert all(w.isfinite().all() for w in weights(out).values())
+    assert not steps.filter(status="not_finite")["loss"].is_finite().any()
+
+
+def test_too_many_of_them_end_the_update_and_name_the_responses(bench: Bench) -> None:
+    rows = [*ROWS[:3], row(3, advantage=1e200), *ROWS[4:]]
+    with pytest.raises(NonFinite, match=r"1 of 2 mini-batches .*responses r003\).*nothing was"):
+        bench(rows, mini_batch=4)
     assert not any((bench.root / "out1").iterdir())
 
 
@@ -545,7 +404,7 @@ def test_a_policy_with_broken_weights_is_refused(bench: Bench, tmp_path: Path) -
     with pytest.raises(NonFinite, match="not finite"):
         bench(ROWS, policy=broken)
     with pytest.raises(NonFinite, match=r"lm_head\.weight"):
-        policies.save(model, bench.out(), like=broken)
+        policies.save(model, dict(model.named_parameters()), bench.out(), like=broken)
     assert not any((bench.root / "out1").iterdir())
     assert not any((bench.root / "out2").iterdir())
 
@@ -587,10 +446,10 @@ def test_weights_that_are_cut_or_lack_a_tensor_are_refused(bench: Bench, tmp_pat
 def test_a_foreign_or_broken_optimizer_state_is_refused(bench: Bench, tmp_path: Path) -> None:
     done, _ = bench(ROWS)
     other = build_policy(tmp_path / "other", hidden_size=16)
-    shutil.copy(done / "optimizer.pt", other)
+    shutil.copytree(done / "optimizer", other / "optimizer")
     with pytest.raises(InputError, match="another policy"):
         bench(ROWS, policy=other)
-    (other / "optimizer.pt").write_bytes(b"no state")
+    (other / "optimizer" / ".metadata").write_bytes(b"no state")
     with pytest.raises(InputError, match="not an optimizer state"):
         bench(ROWS, policy=other)
 
@@ -603,7 +462,7 @@ def test_the_result_is_a_whole_policy_that_others_can_load(bench: Bench) -> None
     (generation / "generation_config.json").write_text('{"eos_token_id": [2, 1], "top_p": 0.7}')
     out, _ = bench(ROWS, policy=generation)
     names = {file.name for file in generation.iterdir()}
-    assert {file.name for file in out.iterdir()} == names | {"optimizer.pt", "metrics"}
+    assert {file.name for file in out.iterdir()} == names | {"optimizer", "metrics", "timings"}
     for name in names - {"model.safetensors"}:
         assert (out / name).read_bytes() == (generation / name).read_bytes(), name
     assert all(weight.dtype == torch.float32 for weight in weights(out).values())
@@ -627,15 +486,11 @@ def test_a_chat_is_encoded_up_to_the_answer(policy: Path) -> None:
     assert ids == [WORDS.index(word) for word in ("<user>", "a", "b", "<bot>")]
 
 
-def test_logits_in_chunks_and_checkpointed_layers_give_the_same_gradient(
-    policy: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checkpointed_layers_and_packed_sequences_give_the_same_gradient(policy: Path) -> None:
     whole, _ = gradients(policy, ROWS, CPU)
-    found, _ = gradients(policy, ROWS, Machine(gradient_checkpointing=True))
-    assert_near(found, whole, 1e-6)
-    monkeypatch.setattr(logprobs, "LOGITS_AT_ONCE", 5 * VOCABULARY)
-    found, _ = gradients(policy, ROWS, CPU)
-    assert_near(found, whole, 1e-6)
+    for machine in (Machine(gradient_checkpointing=True), Machine(packed=True)):
+        found, _ = gradients(policy, ROWS, machine)
+        assert_near(found, whole, 3e-6)
 
 
 def test_dropout_is_off_even_with_checkpointed_layers(bench: Bench, tmp_path: Path) -> None:
@@ -655,3 +510,43 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_float32_weights(bench: Bench) -
     out, metrics = bench(faithful(bench.policy, ROWS), machine=machine)
     assert 1e-5 < metrics["gap_mean"] < 0.05
     assert all(weight.dtype == torch.float32 for weight in weights(out).values())
+
+
+# --- several processes -------------------------------------------------------------------------
+
+TWO = Machine(nproc=2, micro_batch_tokens=24)
+
+
+def assert_same_policy(found: Path, wanted: Path) -> None:
+    ours, theirs = weights(found), weights(wanted)
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_two_processes_end_where_one_does_and_either_goes_on_from_there(bench: Bench) -> None:
+    settings = {"mini_batch": 5, "lr": 3e-4, "record_tokens": True, "aggregation": "prompt-mean"}
+    rows = faithful(bench.policy, [row(i) for i in range(9)])
+    (one, alone), (two, shared) = (bench(rows, machine=m, **settings) for m in (CPU, TWO))
+    assert_same_policy(two, one)
+    assert shared == pytest.approx(alone, rel=1e-4, abs=1e-6)
+    for table_name in ("metrics", "tokens"):
+        key = tables.SCHEMAS[table_name].names[0]
+        ours, theirs = (tables.read(out, table_name)[key].to_list() for out in (two, one))
+        assert ours == theirs
+    third, metrics = bench(rows, policy=two, **settings)  # one process goes on from two
+    assert metrics["total_optimizer_steps"] == 4
+    assert_same_policy(third, bench(rows, policy=one, **settings)[0])
+
+
+@pytest.mark.slow
+def test_two_processes_train_adapters_against_a_reference(bench: Bench, tmp_path: Path) -> None:
+    settings = {"lora_rank": 2, "kl": "k3", "kl_coef": 0.1, "entropy_coef": 0.01, "lr": 3e-4}
+    reference = build_policy(tmp_path / "reference", initializer_range=0.1)
+    one, two = (
+        bench(ROWS, machine=machine, reference=reference, **settings)[0]
+        for machine in (CPU, Machine(nproc=2, gradient_checkpointing=True))
+    )
+    assert_same_policy(two, one)
+    assert (two / "lora" / "base" / "model.safetensors").exists()
