@@ -86,6 +86,14 @@ class RunConfig(Settings):
                 f"score.l_max={self.score.l_max} but rollout.max_tokens="
                 f"{self.rollout.max_tokens}: the overlong buffer must end where responses do"
             )
+        ours, theirs = self.prompts, self.heldout
+        if (ours.file, ours.dataset) == (theirs.file, theirs.dataset) != (None, None) and (
+            (ours.split_fraction, ours.split_seed) != (theirs.split_fraction, theirs.split_seed)
+        ):
+            raise ValueError(
+                "prompts and heldout read the same source: give both the same split_fraction and "
+                "split_seed, or they share prompts"
+            )
         if (self.warmstart is None) != (self.model.path is not None):
             raise ValueError(
                 "the first policy comes from model.path or from warmstart: give one of them "

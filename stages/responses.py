@@ -1,7 +1,6 @@
 """The batch as the trainer sees it: sound rows, as tensors, in micro-batches of equal lengths."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,22 +16,32 @@ if TYPE_CHECKING:
 SHORTER, WORTH = 0.8, 1024
 
 
-@dataclass(eq=False)
 class Response:
-    """One row of the batch that has tokens to learn from; its tensors are [T], on the CPU."""
+    """One row of the batch that has tokens to learn from; its tensors are [T], on the CPU.
 
-    response_id: str
-    group: int  # the responses to one prompt have the same
-    prompt_ids: "Tensor"  # not [T]
-    response_ids: "Tensor"
-    sampler_logprobs: "Tensor"
-    advantage: float
-    temperature: float
-    fresh: bool  # sampled from the policy that is updated, not carried from an earlier step
-    old_logprobs: "Tensor" = field(init=False)
-    reference_logprobs: "Tensor" = field(init=False)  # where there is a KL term
-    importance: "Tensor" = field(init=False)  # weights between sampler and trainer
-    counts: "Tensor" = field(init=False)  # bool: not dropped by its importance weight
+    No dataclass: FSDP would look for tensors in it, and copy it to the GPU.
+    """
+
+    old_logprobs: "Tensor"
+    reference_logprobs: "Tensor"  # where there is a KL term
+    importance: "Tensor"  # weights between sampler and trainer
+    counts: "Tensor"  # bool: not dropped by its importance weight
+
+    def __init__(
+        self,
+        response_id: str,
+        group: int,  # the responses to one prompt have the same
+        prompt_ids: "Tensor",  # not [T]
+        response_ids: "Tensor",
+        sampler_logprobs: "Tensor",
+        advantage: float,
+        temperature: float,
+        fresh: bool,  # sampled from the policy that is updated, not carried from an earlier step
+    ) -> None:
+        self.response_id, self.group = response_id, group
+        self.prompt_ids, self.response_ids = prompt_ids, response_ids
+        self.sampler_logprobs = sampler_logprobs
+        self.advantage, self.temperature, self.fresh = advantage, temperature, fresh
 
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.response_ids)

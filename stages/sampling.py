@@ -5,11 +5,26 @@ from pathlib import Path
 from typing import Literal
 
 import polars as pl
-from pydantic import Field
+from pydantic import Field, JsonValue, field_validator
 
 from stages import engines, policy
 from stages.errors import InputError
 from stages.settings import Machine, Settings
+
+# of apply_chat_template, but about tokens and not about text
+RESERVED = {
+    "conversation",
+    "add_generation_prompt",
+    "continue_final_message",
+    "tokenize",
+    "tokenizer_kwargs",
+    "padding",
+    "truncation",
+    "max_length",
+    "return_dict",
+    "return_tensors",
+    "return_assistant_tokens_mask",
+}
 
 
 class Sampling(Settings):
@@ -22,6 +37,15 @@ class Sampling(Settings):
     temperature: float = Field(1.0, gt=0)
     top_p: float = Field(1.0, gt=0, le=1)
     seed: int = 0
+    # for the chat template of the policy, such as enable_thinking: false, or tools
+    template: dict[str, JsonValue] = Field({})
+
+    @field_validator("template")
+    @classmethod
+    def _leaves_tokenizing_alone(cls, template: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        if taken := sorted(set(template) & RESERVED):
+            raise ValueError(f"{taken[0]} is not the template's to say")
+        return template
 
 
 def sample(
@@ -36,7 +60,7 @@ def sample(
     context = policy.context_length(policy_path)
     if config.context is not None:
         context = min(context, config.context)
-    prepared = _tokenize(asked, tokenizer=tokenizer, context=context)
+    prepared = _tokenize(asked, tokenizer=tokenizer, context=context, template=config.template)
     skipped = prepared.drop_nulls("reason").select("group_id", "prompt_id", "reason")
     usable = prepared.filter(pl.col("reason").is_null()).drop("reason")
     if usable.is_empty():
@@ -72,17 +96,32 @@ def sample(
     return rows, skipped
 
 
-def _tokenize(asked: pl.DataFrame, *, tokenizer: "policy.Tokenizer", context: int) -> pl.DataFrame:
-    """`asked` with `prompt_ids` and, where the prompt cannot be used, the `reason`."""
-    ids, reasons = [], []
-    for messages in asked["prompt"]:
-        empty = not any(message["content"].strip() for message in messages)
-        tokens = [] if empty else policy.encode(tokenizer, messages)
-        ids.append(tokens)
-        reasons.append("empty" if empty else "too_long" if len(tokens) >= context else None)
+def _tokenize(
+    asked: pl.DataFrame,
+    *,
+    tokenizer: "policy.Tokenizer",
+    context: int,
+    template: dict[str, JsonValue],
+) -> pl.DataFrame:
+    """`asked` with `prompt_ids` and, where the prompt cannot be used, the `reason`.
+
+    Raises `InputError` if the policy has no chat template, or one that ignores a setting.
+    """
+    policy.check_template(tokenizer, template)
+
+    def read(messages: list[dict[str, str]]) -> tuple[list[int], str | None]:
+        if not any(message["content"].strip() for message in messages):
+            return [], "empty"
+        try:
+            ids = policy.encode(tokenizer, messages, **template)
+        except policy.TemplateError as error:
+            return [], f"template: {error}"
+        return ids, "too_long" if len(ids) >= context else None
+
+    read_all = [read(messages) for messages in asked["prompt"].to_list()]
     return asked.with_columns(
-        prompt_ids=pl.Series(ids, dtype=pl.List(pl.Int32)),
-        reason=pl.Series(reasons, dtype=pl.String),
+        prompt_ids=pl.Series([ids for ids, _ in read_all], dtype=pl.List(pl.Int32)),
+        reason=pl.Series([reason for _, reason in read_all], dtype=pl.String),
     )
 
 

@@ -8,6 +8,7 @@ import polars as pl
 import pytest
 from conftest import CPU, forward_logprobs
 from pydantic import ValidationError
+from tokenizers.processors import Sequence, TemplateProcessing
 
 from stages import policy as policies
 from stages.errors import InputError
@@ -64,6 +65,77 @@ def test_prompt_ids_are_the_chat_template_with_its_special_tokens_once(
     tokenizer = policies.tokenizer(policy)
     assert tokenizer.decode(drawn["prompt_ids"][0]) == "<user>3+5-2<assistant>"
     assert len(drawn["prompt_ids"][0]) == len("3+5-2") + 2
+
+
+@pytest.mark.parametrize("adds_bos", [True, False])
+@pytest.mark.parametrize("spelled", [0, 1, 2])
+def test_exactly_one_bos_comes_first_where_tokenizer_or_template_ask_for_one(
+    adds_bos: bool, spelled: int, policy: Path
+) -> None:
+    tokenizer = policies.tokenizer(policy)
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    special = [("<s>", tokenizer.bos_token_id)]
+    tokenizer.backend_tokenizer.post_processor = (
+        TemplateProcessing(single="<s> $A", special_tokens=special) if adds_bos else Sequence([])
+    )
+    template = "{{ bos_token }}" * spelled + "{{ messages[0]['content'] }}="
+    chat = [{"role": "user", "content": "3+5"}]
+    ids = policies.encode(tokenizer, chat, chat_template=template)
+    assert tokenizer.decode(ids) == ("<s>3+5=" if adds_bos or spelled else "3+5=")
+
+
+def with_template(policy: Path, to: Path, template: str | None) -> Path:
+    """A copy of the policy with another chat template, or with none."""
+    shutil.copytree(policy, to)
+    (to / "chat_template.jinja").unlink()
+    if template is not None:
+        (to / "chat_template.jinja").write_text(template)
+    return to
+
+
+THINKING = (
+    "{% if enable_thinking is defined and not enable_thinking %}no thinking {% endif %}"
+    "{% if tools %}{{ tools | map(attribute='name') | join(', ') }} {% endif %}"
+    "{% for message in messages %}"
+    "{% if message.role == 'tool' %}{{ raise_exception('Unknown role: tool') }}{% endif %}"
+    "{{ message.content }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+)
+
+
+def test_template_settings_reach_the_chat_template(policy: Path, tmp_path: Path) -> None:
+    thinking = with_template(policy, tmp_path / "thinking", THINKING)
+    tokenizer = policies.tokenizer(thinking)
+
+    def prompt(**template: object) -> str:
+        return tokenizer.decode(draw(thinking, "3+5", n=2, template=template)["prompt_ids"][0])
+
+    assert prompt() == "3+5="
+    assert prompt(enable_thinking=False) == "no thinking 3+5="
+    assert prompt(tools=[{"name": "add"}]) == "add 3+5="
+
+
+def test_a_setting_that_the_chat_template_does_not_read_is_refused(
+    policy: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(InputError, match=r"template\.enable_thinking: .*does not read it"):
+        draw(policy, template={"enable_thinking": False})
+    with pytest.raises(InputError, match="has no chat template"):
+        draw(with_template(policy, tmp_path / "plain", None))
+
+
+def test_a_prompt_that_the_chat_template_refuses_is_skipped_and_costs_the_others_nothing(
+    policy: Path, tmp_path: Path
+) -> None:
+    strict = with_template(policy, tmp_path / "strict", THINKING)
+    chats = [[{"role": "user", "content": content}] for content in ("3+5", "1+2", "2+2")]
+    chats[1].append({"role": "tool", "content": "3"})
+    three = asked("", "", "").with_columns(prompt=pl.Series(chats))
+    frame, skipped = sample(three, policy_path=strict, config=CONFIG, machine=CPU)
+    assert skipped.rows() == [("g1", "p1", "template: Unknown role: tool")]
+    whole = draw(strict, "3+5", "1+2", "2+2").filter(pl.col("prompt_id") != "p1")
+    assert frame.select("response_id", "prompt_ids", "seed").equals(
+        whole.select("response_id", "prompt_ids", "seed")
+    )
 
 
 def test_a_response_that_stopped_ends_with_the_end_token_and_one_cut_off_has_none(
@@ -191,3 +263,9 @@ def test_rows_name_the_policy_by_its_weights(drawn: pl.DataFrame, policy: Path) 
 def test_impossible_settings_are_refused(setting: dict[str, float]) -> None:
     with pytest.raises(ValidationError, match=next(iter(setting))):
         Sampling(**setting)
+
+
+@pytest.mark.parametrize("setting", ["tokenize", "add_generation_prompt", "max_length"])
+def test_what_is_not_about_the_text_is_no_template_setting(setting: str) -> None:
+    with pytest.raises(ValidationError, match=f"{setting} is not the template's"):
+        Sampling(template={setting: False})
