@@ -104,36 +104,42 @@ def dry(
     config: loss, gradient norm before it is clipped, clip fractions, ratios, divergences, weights.
     """
     for config in configs.values():
-        _checked(batch, policy, reference, config)
-    arguments = {"batch": batch, "policy": policy, "updated": updated, "reference": reference}
-    columns = {
-        name: ranks.launch(_counterfactual, {**arguments, "config": c, "machine": machine}, machine)
-        for name, c in configs.items()
-    }
-    metrics = list(next(iter(columns.values())))
+        _checked(batch, policy, reference if config.kl != "off" else None, config)
+    paths = {"batch": batch, "policy": policy, "updated": updated, "reference": reference}
+    arguments = {**paths, "configs": dict(configs), "machine": machine}
+    columns = ranks.launch(_counterfactuals, arguments, machine)
+    metrics = list(dict.fromkeys(metric for column in columns.values() for metric in column))
     return pl.DataFrame(
         {"metric": metrics} | {n: [c.get(m) for m in metrics] for n, c in columns.items()},
         schema_overrides=dict.fromkeys(columns, pl.Float64),
     )
 
 
-def _counterfactual(
+def _counterfactuals(
     *,
     batch: Path,
     policy: Path,
     updated: Path | None,
     reference: Path | None,
-    config: Config,
+    configs: dict[str, Config],
     machine: Machine,
-) -> dict[str, float]:
-    rows = trainable(read(batch), mask_truncated=config.mask_truncated)
-    responses = responses_of(rows)
-    before = Trainer.of(policy, config=config, machine=machine)
+) -> dict[str, dict[str, float]]:
+    """Loss and statistics under each config; the log-probs before the update are computed once."""
+    rows, first = read(batch), next(iter(configs.values()))
+    responses = responses_of(trainable(rows, mask_truncated=False))
+    before = Trainer.of(policy, config=first, machine=machine)
     whole = MiniBatch(responses, before.dealt(responses))
-    before.recompute_old([whole], _reference(reference, config, machine))
-    after = before if updated is None else Trainer.of(updated, config=config, machine=machine)
-    found = after.gradient(whole)
-    return {name: float(value) for name, value in found.items()}
+    before.recompute_old([whole], _reference(reference, first, machine))
+    after = before if updated is None else Trainer.of(updated, config=first, machine=machine)
+    found = {}
+    for name, config in configs.items():
+        after.config = config
+        ids = set(trainable(rows, mask_truncated=config.mask_truncated)["response_id"])
+        chosen = [r for r in responses if r.response_id in ids]
+        after.weigh_importance(chosen)
+        row = after.gradient(MiniBatch(chosen, after.dealt(chosen)))
+        found[name] = {metric: float(value) for metric, value in row.items()}
+    return found
 
 
 def _checked(batch: Path, policy: Path, reference: Path | None, config: Config) -> pl.DataFrame:
