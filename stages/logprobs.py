@@ -19,8 +19,8 @@ from stages.responses import Response
 
 TILE = {"cpu": 2**17, "cuda": 2**27}  # logits at once: what a cache holds, what fills a GPU
 KEPT = 2**26  # logits that stay from forward to backward at most: 256 MiB in float32
+SAME = 0.01  # relative difference of hidden states that rounding may cause, in bfloat16 too
 LN_2 = math.log(2)
-PACKABLE = {"full_attention", "sliding_attention"}  # layers that see position_ids restart
 
 
 class Scorer(torch.nn.Module):
@@ -36,22 +36,20 @@ class Scorer(torch.nn.Module):
     def __init__(self, model: Any, *, bfloat16: bool = False, packed: bool = False) -> None:
         super().__init__()
         self.model, self.autocast, self.packed = model, bfloat16, packed
-        inner = self.inner
-        head = inner.get_output_embeddings()
+        self.checked = not packed
+        head = self.inner.get_output_embeddings()
         if not isinstance(head, torch.nn.Linear):
             raise InputError(f"the head is {type(head).__name__}: only a plain Linear is supported")
-        layers = set(getattr(inner.config, "layer_types", None) or ())
-        if packed and (inner._is_stateful or layers - PACKABLE):
-            raise InputError(
-                f"packed sequences would leak into each other in {type(inner).__name__}: "
-                "its layers do not see where a sequence begins; set packed to false"
-            )
 
     @property
     def inner(self) -> Any:
         """The transformers model, without peft's wrapping."""
         unwrapped = getattr(self.model, "get_base_model", None)
         return self.model if unwrapped is None else unwrapped()
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the body in place: around it are loops that would be unrolled, batch by batch."""
+        self.inner.base_model.compile(*args, **kwargs)
 
     def forward(self, responses: Sequence[Response]) -> tuple[Tensor, Tensor]:
         """Log-prob of each response token and entropy of its distribution: [N], float32 each.
@@ -63,12 +61,35 @@ class Scorer(torch.nn.Module):
         layout = _laid_out(responses, packed=self.packed, device=model.device)
         head = model.get_output_embeddings()
         with torch.autocast(model.device.type, torch.bfloat16, enabled=self.autocast):
-            # with a cache, transformers would not see that sequences are packed: they would mix
-            hidden = model.base_model(**layout.inputs, use_cache=False).last_hidden_state
-            hidden = hidden.flatten(0, 1).index_select(0, layout.predicting)
+            if not self.checked:
+                self._check_packing()
+            hidden = self._hidden(layout.inputs).flatten(0, 1).index_select(0, layout.predicting)
             return linear_logprobs(
                 hidden, head.weight, head.bias, layout.targets, layout.temperatures
             )
+
+    def _hidden(self, inputs: dict[str, Tensor]) -> Tensor:
+        # with a cache, transformers would not see that sequences are packed: they would mix
+        return self.inner.base_model(**inputs, use_cache=False).last_hidden_state
+
+    @torch.no_grad()
+    def _check_packing(self) -> None:
+        """Raise `InputError` if packed sequences see each other: a sequence after itself must
+        come out the same twice. Some architectures, or their attentions, ignore position_ids.
+        """
+        model = self.inner
+        places = torch.arange(8, device=model.device)
+        ids = places % model.get_output_embeddings().out_features
+        inputs = {"input_ids": ids.repeat(2)[None], "position_ids": places.repeat(2)[None]}
+        first, second = self._hidden(inputs)[0].float().chunk(2)
+        apart = ((second - first).norm() / first.norm()).item()
+        if apart >= SAME:
+            raise InputError(
+                f"packed sequences see each other in {type(model).__name__} with attention "
+                f"{model.config._attn_implementation} (hidden states differ by {apart:.1%}): "
+                "set packed to false"
+            )
+        self.checked = True
 
 
 class _Layout(NamedTuple):
@@ -78,7 +99,6 @@ class _Layout(NamedTuple):
     temperatures: Tensor  # [N]
 
 
-@torch.compiler.disable  # the model is compiled for all lengths, not for each batch's
 def _laid_out(responses: Sequence[Response], *, packed: bool, device: torch.device) -> _Layout:
     """Padded: [B, S] with id 0, as good as any, on the right, where a causal model's tokens never
     look, so that no mask is needed. Packed: [1, Σ S], and positions that restart per sequence.
@@ -104,7 +124,6 @@ def _laid_out(responses: Sequence[Response], *, packed: bool, device: torch.devi
     )
 
 
-@torch.compiler.disable  # its loops would be unrolled
 def linear_logprobs(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperatures: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -152,6 +171,7 @@ class _LinearLogprobs(torch.autograd.Function):
                     kept.append(logits)
             results.append(_joined(torch.stack(sums, dim=1)))
         logprobs, entropies, normalizers = (torch.cat(each) for each in zip(*results, strict=True))
+        ctx.device = hidden.device.type
         ctx.set_materialize_grads(False)  # no entropy in the loss, no work for its gradient
         ctx.save_for_backward(hidden, weight, bias, targets, scale, normalizers, entropies, *kept)
         return logprobs, entropies
@@ -161,42 +181,49 @@ class _LinearLogprobs(torch.autograd.Function):
     def backward(
         ctx: Any, grad_logprobs: Tensor | None, grad_entropies: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        """With D the gradient of the logits, but for a factor per token:
-
-        d hidden = factor · (D @ weight), d weight = Dᵀ @ (factor · hidden), d bias = Dᵀ @ factor.
-        """
         if grad_logprobs is None and grad_entropies is None:
             return (None,) * 6
-        hidden, weight, bias, targets, scale, normalizers, entropies, *kept = ctx.saved_tensors
-        to_hidden, to_weight, to_bias = (
-            torch.zeros_like(tensor, dtype=scale.dtype) if needed else None
-            for tensor, needed in zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)
-        )
-        factor, *terms = _terms(grad_logprobs, grad_entropies, scale, entropies)
-        factored = (factor * hidden).to(hidden.dtype)
-        logits_kept = iter(kept)
-        rows, columns = _tiles(hidden, weight)
-        for tokens in rows:
-            here = [term[tokens] for term in (scale, normalizers[:, None], *terms)]
-            for words in columns:
-                logits = next(logits_kept, None)
-                if logits is None:
-                    logits = _logits(hidden[tokens], weight, bias, words)
-                slope = _slope(logits, targets[tokens] - words.start, *here)
-                if to_bias is not None:
-                    to_bias[words].addmv_(slope.t(), factor[tokens, 0])
-                slope = slope.to(hidden.dtype)
-                if to_hidden is not None:
-                    _add_product(to_hidden[tokens], slope, weight[words].to(hidden.dtype))
-                if to_weight is not None:
-                    _add_product(to_weight[words], slope.t(), factored[tokens])
-        if to_hidden is not None:
-            to_hidden *= factor
-        grads = (
-            total if total is None else total.to(tensor.dtype)
-            for total, tensor in ((to_hidden, hidden), (to_weight, weight), (to_bias, bias))
-        )
-        return (*grads, None, None, None)
+        with torch.autocast(ctx.device, enabled=False):  # as in forward
+            return _gradients(ctx, grad_logprobs, grad_entropies)
+
+
+def _gradients(
+    ctx: Any, grad_logprobs: Tensor | None, grad_entropies: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """With D the gradient of the logits, but for a factor per token:
+
+    d hidden = factor · (D @ weight), d weight = Dᵀ @ (factor · hidden), d bias = Dᵀ @ factor.
+    """
+    hidden, weight, bias, targets, scale, normalizers, entropies, *kept = ctx.saved_tensors
+    to_hidden, to_weight, to_bias = (
+        torch.zeros_like(tensor, dtype=scale.dtype) if needed else None
+        for tensor, needed in zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)
+    )
+    factor, *terms = _terms(grad_logprobs, grad_entropies, scale, entropies)
+    factored = (factor * hidden).to(hidden.dtype)
+    logits_kept = iter(kept)
+    rows, columns = _tiles(hidden, weight)
+    for tokens in rows:
+        here = [term[tokens] for term in (scale, normalizers[:, None], *terms)]
+        for words in columns:
+            logits = next(logits_kept, None)
+            if logits is None:
+                logits = _logits(hidden[tokens], weight, bias, words)
+            slope = _slope(logits, targets[tokens] - words.start, *here)
+            if to_bias is not None:
+                to_bias[words].addmv_(slope.t(), factor[tokens, 0])
+            slope = slope.to(hidden.dtype)
+            if to_hidden is not None:
+                _add_product(to_hidden[tokens], slope, weight[words].to(hidden.dtype))
+            if to_weight is not None:
+                _add_product(to_weight[words], slope.t(), factored[tokens])
+    if to_hidden is not None:
+        to_hidden *= factor
+    grads = (
+        total if total is None else total.to(tensor.dtype)
+        for total, tensor in ((to_hidden, hidden), (to_weight, weight), (to_bias, bias))
+    )
+    return (*grads, None, None, None)
 
 
 def _tiles(hidden: Tensor, weight: Tensor) -> tuple[list[slice], list[slice]]:
@@ -217,15 +244,15 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, words: slice) -
 
 
 def _sums(logits: Tensor, targets: Tensor, scale: Tensor) -> Tensor:
-    """Of a tile, with z = scale · logits: m = max z, Σ 2^(z-m), Σ (z-m)·2^(z-m), z[target]: [4, n].
+    """Of a tile, z = scale · logits: m = max z, Σ 2^(z-m), Σ (z-m)·2^(z-m), (z-m)[target]: [4, n].
 
-    `targets` counts from the tile's first word; z[target] is 0 if it is in another tile.
+    `targets` counts from the tile's first word; the last is -inf for one in another tile.
     """
     top = logits.amax(1, keepdim=True) * scale
     shifted = torch.addcmul(-top, logits, scale)
     powers = shifted.exp2()  # 3 times as fast as exp, on CPU
     rows, columns, here = _places(targets, logits)
-    target = torch.where(here, logits[rows, columns] * scale[:, 0], 0.0)
+    target = torch.where(here, shifted[rows, columns], -math.inf)
     return torch.stack([top[:, 0], powers.sum(1), shifted.mul_(powers).sum(1), target])
 
 
@@ -237,7 +264,7 @@ def _joined(sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     total = (lower.exp2() * powers).sum(0)
     product = (lower.exp2() * (products + lower * powers)).sum(0)
     log_total = total.log2()
-    logprobs = LN_2 * (targets.sum(0) - top - log_total)
+    logprobs = LN_2 * ((targets + lower).amax(0) - log_total)
     return logprobs, LN_2 * (log_total - product / total), top + log_total
 
 

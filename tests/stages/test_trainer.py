@@ -374,14 +374,5 @@ def test_a_dry_run_computes_the_loss_under_other_settings_and_changes_nothing(
 # --- machine options ---------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_a_compiled_model_has_the_same_gradient(
-    policies: dict[str, Path], sampled: list[dict[str, Any]]
-) -> None:
-    whole, _ = found(policies, sampled)
-    compiled, _ = found(policies, sampled, Machine(compile=True))
-    assert_near(compiled, whole, 1e-5)
-
-
 def test_alone_there_is_one_rank_and_no_message() -> None:
     assert (ranks.rank(), ranks.size(), ranks.gather("x")) == (0, 1, ["x"])
