@@ -142,10 +142,17 @@ def linear_logprobs(
 
 
 class _LinearLogprobs(torch.autograd.Function):
-    """Tile by tile over tokens and vocabulary, so that no [N, V] is ever there as a whole.
+    """Tile by tile over tokens and vocabulary, so that no large [N, V] is ever there as a whole.
 
     The backward pass computes the logits again, but for the first `keep` of them. All in base 2.
     """
+
+    # Measured: forward and backward in float32 on one core, at V 151,936, H 256, N 2048 and at
+    # V 32,000, H 768, N 4096, against cross_entropy on whole logits (+3.7 and +1.6 GB): 1.0-1.1
+    # and 0.9 of its speed, +0.5 and +0.4 GB. With none kept 1.0 and 0.8, +0.2 and +0.1 GB;
+    # log_softmax in checkpointed chunks 0.6 and 0.7, +2.1 and +0.7 GB.
+    # Hidden's gradient as early as in the forward pass saves nothing where the weight learns too:
+    # its gradient needs the logits a second time, for the upstream gradient comes last.
 
     @staticmethod
     def forward(
