@@ -7,7 +7,7 @@ UV := $(BIN)/uv
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 TORCH := $(if $(UV_FIND_LINKS),,--torch-backend=cpu)
 
-.PHONY: demo test lint lock clean
+.PHONY: demo test lint bench lock clean
 
 demo: .venv/installed
 	$(BIN)/dapo train experiment=demo
@@ -20,6 +20,10 @@ lint: .venv/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+
+# compares with TRL, which gets an environment of its own in tests/bench/.venv; about 8 minutes
+bench: .venv/installed
+	$(BIN)/python tests/bench/update.py
 
 .venv/installed: requirements-cpu.txt pyproject.toml
 	$(PYTHON) -m venv .venv

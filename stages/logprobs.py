@@ -167,20 +167,22 @@ class _LinearLogprobs(torch.autograd.Function):
         wide = torch.promote_types(hidden.dtype, torch.float32)
         scale = 1 / (LN_2 * temperatures.to(wide)[:, None])
         rows, columns = _tiles(hidden, weight)
-        kept, results = [], []
+        # one buffer: freed one by one, tiles of this size would stay with the process
+        kept = hidden.new_empty(min(keep, len(hidden) * len(weight)))
+        results, used = [], 0
         for tokens in rows:
             sums = []
             for words in columns:
                 logits = _logits(hidden[tokens], weight, bias, words)
                 sums.append(_sums(logits, targets[tokens] - words.start, scale[tokens]))
-                keep -= logits.numel()
-                if keep >= 0:
-                    kept.append(logits)
+                if used + logits.numel() <= len(kept):
+                    kept[used : used + logits.numel()] = logits.flatten()
+                used += logits.numel()
             results.append(_joined(torch.stack(sums, dim=1)))
         logprobs, entropies, normalizers = (torch.cat(each) for each in zip(*results, strict=True))
         ctx.device = hidden.device.type
         ctx.set_materialize_grads(False)  # no entropy in the loss, no work for its gradient
-        ctx.save_for_backward(hidden, weight, bias, targets, scale, normalizers, entropies, *kept)
+        ctx.save_for_backward(hidden, weight, bias, targets, scale, normalizers, entropies, kept)
         return logprobs, entropies
 
     @staticmethod
@@ -201,20 +203,23 @@ def _gradients(
 
     d hidden = factor · (D @ weight), d weight = Dᵀ @ (factor · hidden), d bias = Dᵀ @ factor.
     """
-    hidden, weight, bias, targets, scale, normalizers, entropies, *kept = ctx.saved_tensors
+    hidden, weight, bias, targets, scale, normalizers, entropies, kept = ctx.saved_tensors
     to_hidden, to_weight, to_bias = (
         torch.zeros_like(tensor, dtype=scale.dtype) if needed else None
         for tensor, needed in zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)
     )
     factor, *terms = _terms(grad_logprobs, grad_entropies, scale, entropies)
     factored = (factor * hidden).to(hidden.dtype)
-    logits_kept = iter(kept)
     rows, columns = _tiles(hidden, weight)
+    used = 0
     for tokens in rows:
         here = [term[tokens] for term in (scale, normalizers[:, None], *terms)]
         for words in columns:
-            logits = next(logits_kept, None)
-            if logits is None:
+            shape = (tokens.stop - tokens.start, words.stop - words.start)
+            start, used = used, used + math.prod(shape)
+            if used <= len(kept):
+                logits = kept[start:used].view(shape)
+            else:
                 logits = _logits(hidden[tokens], weight, bias, words)
             slope = _slope(logits, targets[tokens] - words.start, *here)
             if to_bias is not None:
