@@ -45,6 +45,11 @@ class Recipe:
         inputs = {f"inputs.{key}": value for key, value in self.inputs.items()}
         return {"stage": self.stage} | config | inputs
 
+    @property
+    def digest(self) -> str:
+        """One for equal recipes, another for others."""
+        return hashlib.sha256(json.dumps(self.flat(), sort_keys=True).encode()).hexdigest()
+
 
 def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
     """`config.eps_high: 0.28 → 0.2` for every key in which they differ."""
@@ -182,6 +187,17 @@ def draft(out: Path) -> Iterator[Path]:
         yield building
     finally:
         shutil.rmtree(building, ignore_errors=True)
+
+
+def partial(out: Path, recipe: Recipe) -> Path:
+    """A directory beside `out` where a stage may keep what is finished, for the next attempt."""
+    return out.parent / f".partial-{out.name}-{recipe.digest[:12]}"
+
+
+def forget_partial(out: Path) -> None:
+    """Remove what attempts to make `out` have kept, whatever their recipes."""
+    for leftover in out.parent.glob(f".partial-{out.name}-{'[0-9a-f]' * 12}"):
+        shutil.rmtree(leftover)
 
 
 def publish(

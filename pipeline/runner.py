@@ -4,6 +4,7 @@ import importlib
 import inspect
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -11,7 +12,7 @@ from typing import Any, Self, get_args
 
 from pipeline import artifacts
 from pipeline.artifacts import Artifact, Recipe
-from pipeline.worker import Worker
+from pipeline.worker import Worker, WorkerDied
 from stages import progress
 from stages.errors import InputError
 from stages.settings import Machine, Settings
@@ -30,6 +31,7 @@ STAGES = (
 )
 # torch and vLLM live in processes of their own; the other stages run where they are called
 PROCESS = {"warmstart": "trainer", "update": "trainer", "rollout": "engine", "evaluate": "engine"}
+PARTIAL = "partial"  # the parameter of a stage that keeps what is finished for the next attempt
 
 
 class Outdated(InputError):
@@ -56,7 +58,7 @@ def stage_inputs(stage: str) -> list[StageInput]:
             required=p.default is inspect.Parameter.empty,
         )
         for p in parameters
-        if p.name not in ("out", "config", "machine")
+        if p.name not in ("out", "config", "machine", PARTIAL)
     ]
 
 
@@ -132,10 +134,11 @@ class Runner:
         recipe = _recipe(stage, config, inputs)
         started = time.time()
         with artifacts.reading(_paths(inputs)), artifacts.draft(out) as building:
-            metrics = self._call(
-                stage, {**inputs, "out": building, "config": config, "machine": self.machine}
-            )
-            return artifacts.publish(
+            arguments = {**inputs, "out": building, "config": config, "machine": self.machine}
+            if PARTIAL in inspect.signature(_module(stage).run).parameters:
+                arguments[PARTIAL] = artifacts.partial(out, recipe)
+            metrics = self._call(stage, arguments)
+            made = artifacts.publish(
                 building,
                 out,
                 recipe=recipe,
@@ -146,20 +149,31 @@ class Runner:
                 machine=self.machine.model_dump(mode="json"),
                 pinned=pinned,
             )
+        artifacts.forget_partial(out)
+        return made
 
     def _call(self, stage: str, arguments: dict[str, Any]) -> dict[str, float]:
         if stage not in PROCESS:
             return _module(stage).run(**arguments)
-        if self.machine.one_process_at_a_time:
-            for name, worker in self._workers.items():
-                if name != PROCESS[stage]:
-                    worker.close()
+        if self.machine.engine_between != "stay":
+            self._make_room(PROCESS[stage])
         return self._workers[PROCESS[stage]].call(
             stage,
             arguments,
             listener=progress.listener.get(),
             timeout_s=self.machine.stage_timeout_s,
         )
+
+    def _make_room(self, process: str) -> None:
+        """Have the other worker give back what it holds on the device that they share."""
+        for name, worker in self._workers.items():
+            if name == process or not worker.running:
+                continue
+            if name == "engine" and self.machine.engine_between == "sleep":
+                with suppress(WorkerDied):  # then it holds nothing
+                    worker.call("engines", {}, function="sleep")
+            else:
+                worker.close()
 
 
 def accepts(found: Artifact, recipe: Recipe) -> bool:

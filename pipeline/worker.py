@@ -53,10 +53,11 @@ class Worker:
         stage: str,
         arguments: dict[str, Any],
         *,
+        function: str = "run",
         listener: progress.Listener | None = None,
         timeout_s: float | None = None,
     ) -> dict[str, float]:
-        """Run `stages.<stage>.run(**arguments)` in the child and return its metrics.
+        """Run `stages.<stage>.<function>(**arguments)` in the child and return its metrics.
 
         Raises what the stage raised (with the child's traceback as a note), `WorkerDied` or
         `StageTimeout`; after the latter two the next call starts a new child.
@@ -64,7 +65,7 @@ class Worker:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         try:
             connection = self._started()
-            connection.send((stage, arguments))
+            connection.send((stage, function, arguments))
             while connection.poll(deadline and max(0.0, deadline - time.monotonic())):
                 kind, value = connection.recv()
                 if kind == "done":
@@ -81,6 +82,11 @@ class Worker:
             self.close()
             raise
         raise value
+
+    @property
+    def running(self) -> bool:
+        """Whether there is a child."""
+        return self._process is not None
 
     def close(self) -> None:
         """End the child and all its descendants."""
@@ -145,9 +151,9 @@ def _serve(connection: Connection) -> None:
 
     progress.listener.set(tell)
     while True:
-        stage, arguments = connection.recv()
+        stage, function, arguments = connection.recv()
         try:
-            metrics = importlib.import_module(f"stages.{stage}").run(**arguments)
+            metrics = getattr(importlib.import_module(f"stages.{stage}"), function)(**arguments)
             answer = ("done", metrics)
         except Exception as error:
             error.add_note(traceback.format_exc())

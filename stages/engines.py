@@ -1,22 +1,28 @@
-"""The samplers: vLLM, and Hugging Face `generate` as a second implementation and reference.
+"""What samples responses: one engine per process, whose weights are swapped and proved.
 
-An engine is expensive to start, so that `resident` keeps one per process and swaps its weights.
+An engine is expensive to start, so that `resident` keeps it. That it serves the policy it was given
+is not believed but measured, on the policy's probe: see `Engine.load`. The engines themselves are
+`stages.engine_vllm` and `stages.engine_hf`.
 """
 
-import gc
-import json
-import os
+import logging
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
-
-from tqdm import tqdm
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from stages import policy
-from stages.progress import report
+from stages.errors import EngineMismatch
 from stages.settings import Machine
 
 if TYPE_CHECKING:
-    import torch
+    import polars as pl
+
+logger = logging.getLogger(__name__)
 
 
 class Request(NamedTuple):
@@ -26,231 +32,224 @@ class Request(NamedTuple):
 
 
 class Response(NamedTuple):
-    """`ids` with the end token, if there was one, and one log-prob for each of them.
+    """`ids` with what ended them, if they ended, and one log-prob for each of them.
 
-    `logprobs` are those of the sampled tokens under logits / temperature over the full
-    vocabulary. `finish_reason` is "stop" or "length".
+    `logprobs` are those of the sampled tokens under the distribution that they were drawn from:
+    logits / temperature, over the full vocabulary unless `Decoding` narrows it. "abort": the
+    engine gave the request up, and the rest means nothing.
     """
 
     ids: list[int]
     logprobs: list[float]
-    finish_reason: str
+    finish_reason: Literal["stop", "length", "abort"]
 
 
-class Engine(Protocol):
-    def load(self, path: Path) -> None:
-        """Serve the policy in `path` from now on; no trace of the one before remains."""
+class Decoding(NamedTuple):
+    """How the next token is drawn, and which texts end a response (and stay in it)."""
 
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: all
+    min_p: float = 0.0  # of the likeliest token's probability
+    stop: tuple[str, ...] = ()
+
+
+class Pair(NamedTuple):
+    """A sequence to score: what is given, and the tokens whose log-probs are wanted."""
+
+    prompt_ids: list[int]
+    response_ids: list[int]
+
+
+How = Literal["started", "restarted", "reloaded", "kept"]
+
+
+@dataclass
+class Loaded:
+    """How an engine came to serve a policy; seconds include what was tried in vain."""
+
+    digest: str  # of the policy
+    how: How = "started"
+    start_s: float = 0.0
+    reload_s: float = 0.0
+    probe_s: float = 0.0
+    probe_gap_mean: float | None = None  # |engine - trainer| log-prob; None: no probe
+    probe_gap_max: float | None = None
+
+    @property
+    def gap(self) -> str:
+        return (
+            f"|engine - trainer| log-prob over the probe is {self.probe_gap_mean:.3g} on average "
+            f"and {self.probe_gap_max:.3g} at most"
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """What a stage records of it."""
+        found = {
+            "reloaded": float(self.how == "reloaded"),
+            "probe_gap_mean": self.probe_gap_mean,
+            "probe_gap_max": self.probe_gap_max,
+            "start_s": round(self.start_s, 3),
+            "reload_s": round(self.reload_s, 3),
+            "probe_s": round(self.probe_s, 3),
+        }
+        return {name: value for name, value in found.items() if value is not None}
+
+
+class Engine(ABC):
+    """Serves one policy at a time, to requests of at most `context` tokens."""
+
+    def __init__(self, *, context: int, machine: Machine) -> None:
+        self.context, self.machine = context, machine
+        self.eos_ids: list[int] = []
+        self._starts = 0
+        self._running: str | None = None  # the architecture that is loaded
+        self._served: str | None = None  # the digest of the policy that was proved
+        self._distrusted: set[str] = set()  # architectures that a reload in place got wrong
+
+    def load(self, path: Path) -> Loaded:
+        """Serve the policy in `path` from now on; no trace of the one before remains.
+
+        Weights are swapped in place where the architecture is the same. Then the engine scores the
+        policy's probe: a log-prob further than `machine.max_probe_gap` from the trainer's, and the
+        engine is started again from the checkpoint; a second time, and it is `EngineMismatch`. An
+        architecture that a reload got wrong once is never reloaded in place again.
+        """
+        architecture, probe = policy.architecture(path), self._readable(policy.probe(path))
+        loaded = Loaded(policy.digest(path))
+        self.eos_ids = policy.eos_ids(path)
+        # without a probe nobody would notice that a head tied to the embedding stayed behind
+        if probe is None and policy.tied(path):
+            self._distrusted.add(architecture)
+        for _ in range(2):
+            loaded.how = self._serve(path, architecture, loaded)
+            if probe is None or self._proved(probe, loaded):
+                self._running, self._served = architecture, loaded.digest
+                return loaded
+            logger.warning("%s: %s, and %s", path, loaded.how, loaded.gap)
+            if loaded.how == "reloaded":
+                self._distrusted.add(architecture)
+            self.close()
+        raise EngineMismatch(
+            f"the engine does not compute the policy in {path}, also after a start from the "
+            f"checkpoint: {loaded.gap}, more than machine.max_probe_gap "
+            f"{self.machine.max_probe_gap:.3g}"
+        )
+
+    def _serve(self, path: Path, architecture: str, loaded: Loaded) -> How:
+        running, served = self._running, self._served
+        self._running = self._served = None  # until it is proved
+        if running == architecture and served == loaded.digest:
+            self.forget()
+            return "kept"
+        if running == architecture and architecture not in self._distrusted:
+            try:
+                with _timed(loaded, "reload_s"):
+                    self.reload(path)
+                return "reloaded"
+            except Exception as error:  # whatever it was: a start shows if the policy is to blame
+                logger.warning("%s could not be loaded in place (%s)", path, error)
+                self._distrusted.add(architecture)
+        self.close()
+        with _timed(loaded, "start_s"):
+            self.start(path)
+        self._starts += 1
+        return "started" if self._starts == 1 else "restarted"
+
+    def _proved(self, probe: list[tuple[Pair, list[float]]], loaded: Loaded) -> bool:
+        """Whether the engine's log-probs of the probe are the trainer's; notes the differences."""
+        import numpy as np
+
+        with _timed(loaded, "probe_s"):
+            ours = np.concatenate(self.score([pair for pair, _ in probe]))
+        gaps = np.abs(ours - np.concatenate([logprobs for _, logprobs in probe]))
+        loaded.probe_gap_mean, loaded.probe_gap_max = float(gaps.mean()), float(gaps.max())
+        return loaded.probe_gap_max <= self.machine.max_probe_gap  # False if it is no number
+
+    def _readable(self, probe: "pl.DataFrame | None") -> list[tuple[Pair, list[float]]] | None:
+        """The probe's sequences as far as the context holds them, with the trainer's log-probs."""
+        if probe is None:
+            return None
+        rows = probe.select("prompt_ids", "response_ids", "logprobs").rows()
+        cut = [(prompt, ids, self.context - 1 - len(prompt), lps) for prompt, ids, lps in rows]
+        return [
+            (Pair(prompt, ids[:room]), logprobs[:room])
+            for prompt, ids, room, logprobs in cut
+            if room > 0
+        ] or None
+
+    @abstractmethod
+    def start(self, path: Path) -> None:
+        """Load the policy into an engine that is closed. Raises `InputError` if it cannot."""
+
+    @abstractmethod
+    def reload(self, path: Path) -> None:
+        """Put the policy's weights in the place of another's of the same architecture."""
+
+    @abstractmethod
+    def forget(self) -> None:
+        """Drop what is cached of earlier requests."""
+
+    @abstractmethod
+    def score(self, pairs: Sequence[Pair]) -> list[list[float]]:
+        """Log-probs of the response's tokens at temperature 1, for each pair."""
+
+    @abstractmethod
     def generate(
-        self, requests: list[Request], *, temperature: float, top_p: float
-    ) -> list[Response]:
-        """One response per request, in their order."""
+        self, requests: Sequence[Request], decoding: Decoding, *, until: float = math.inf
+    ) -> Generator[tuple[int, Response], None, None]:
+        """The index of each request and its response, in the order in which they finish.
 
-    def close(self) -> None: ...
+        What is unfinished at `until`, by `time.monotonic`, is abandoned, and so it is when the
+        iterator is closed.
+        """
+
+    def sleep(self) -> None:
+        """Give the accelerator's memory back until the next `load`."""
+        self.close()
+
+    def close(self) -> None:
+        """End the engine; a `load` starts it again."""
+        self._running = self._served = None
 
 
-_resident: tuple[tuple[Any, ...], Engine] | None = None
+_resident: tuple[str, Engine] | None = None
 
 
 def resident(kind: str, *, context: int, machine: Machine) -> Engine:
-    """This process's engine, started on first use and replaced when other settings are asked."""
+    """This process's engine, started on first use and replaced when it does not fit."""
     global _resident
-    key = (kind, context, machine)
-    if _resident is None or _resident[0] != key:
-        if _resident is not None:
-            _resident[1].close()
-            _resident = None
-        engine = VLLM if kind == "vllm" else HuggingFace
-        _resident = (key, engine(context=context, machine=machine))
+    if _resident is not None:
+        engine = _resident[1]
+        if (_resident[0], engine.machine) == (kind, machine) and engine.context >= context:
+            return engine
+        engine.close()
+    _resident = (kind, _new(kind)(context=context, machine=machine))
     return _resident[1]
 
 
-class VLLM:
-    """vLLM in this process, on CPU or GPU."""
-
-    def __init__(self, *, context: int, machine: Machine) -> None:
-        self.context = context
-        self.machine = machine
-        self.llm: Any = None
-        self.architecture: dict[str, Any] = {}
-        self.eos_ids: list[int] = []
-
-    def load(self, path: Path) -> None:
-        self.eos_ids = policy.eos_ids(path)
-        architecture = json.loads((path / "config.json").read_text())
-        # in-place reload on the CPU backend leaves a tied head stale, without a word
-        reloadable = architecture == self.architecture and not architecture.get(
-            "tie_word_embeddings"
-        )
-        if self.llm is not None and reloadable:
-            self.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(path)})
-            self.llm.reset_prefix_cache()
-            return
-        self.close()
-        self.llm = self._start(path)
-        self.architecture = architecture
-
-    def _start(self, path: Path) -> Any:
-        machine = self.machine
-        settings = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
-        if machine.device == "cpu":
-            settings |= {
-                "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-                "VLLM_CPU_KVCACHE_SPACE": str(machine.kv_cache_gib),
-                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-                "TORCHDYNAMO_DISABLE": "1",  # compiling costs more than it saves at this size
-            }
-        for name, value in settings.items():
-            os.environ.setdefault(name, value)
-        from vllm import LLM
-
-        return LLM(
-            model=str(path),
-            skip_tokenizer_init=True,
-            dtype=machine.dtype,
-            max_model_len=self.context,
-            max_num_seqs=machine.max_num_seqs,
-            tensor_parallel_size=machine.tensor_parallel_size,
-            gpu_memory_utilization=machine.gpu_memory_utilization,
-            enforce_eager=machine.enforce_eager,
-            # a prompt prefilled in parts rewinds its seeded generator, which a CPU one cannot do
-            enable_chunked_prefill=machine.device != "cpu",
-            max_num_batched_tokens=max(8192, self.context),
-            # after temperature: the distribution that was sampled from, as the trainer sees it
-            logprobs_mode="processed_logprobs",
-            disable_log_stats=True,
-            seed=0,
-        )
-
-    def generate(
-        self, requests: list[Request], *, temperature: float, top_p: float
-    ) -> list[Response]:
-        from vllm import SamplingParams, TokensPrompt
-        from vllm.sampling_params import RequestOutputKind
-
-        outputs = self.llm.generate(
-            [TokensPrompt(prompt_token_ids=request.prompt_ids) for request in requests],
-            [
-                SamplingParams(
-                    n=1,
-                    seed=request.seed,
-                    max_tokens=request.max_tokens,
-                    temperature=temperature,
-                    top_p=top_p,
-                    top_k=-1,
-                    logprobs=0,  # of the sampled token only
-                    stop_token_ids=self.eos_ids,
-                    detokenize=False,
-                    output_kind=RequestOutputKind.FINAL_ONLY,
-                )
-                for request in requests
-            ],
-            use_tqdm=_Progress,
-        )
-        return [_response(output.outputs[0]) for output in outputs]
-
-    def close(self) -> None:
-        self.llm = None
-        gc.collect()
+def sleep() -> dict[str, float]:
+    """Let this process's engine, if there is one, make room for the trainer."""
+    if _resident is not None:
+        _resident[1].sleep()
+    return {}
 
 
-def _response(output: Any) -> Response:
-    """Ours of a vLLM `CompletionOutput`."""
-    ids = list(output.token_ids)
-    logprobs = [
-        position[token].logprob for token, position in zip(ids, output.logprobs, strict=True)
-    ]
-    return Response(ids, logprobs, "stop" if output.finish_reason == "stop" else "length")
+def _new(kind: str) -> type[Engine]:
+    if kind == "vllm":
+        from stages.engine_vllm import VLLM
+
+        return VLLM
+    from stages.engine_hf import HuggingFace
+
+    return HuggingFace
 
 
-class _Progress(tqdm):
-    """vLLM reports to a tqdm; this one reports to the stage's listener."""
-
-    def display(self, *_: object, **__: object) -> None:
-        report(int(self.n), int(self.total or 0), "responses")
-
-
-class HuggingFace:
-    """Transformers' `generate`, in batches of requests of equal room."""
-
-    def __init__(self, *, context: int, machine: Machine) -> None:
-        import torch
-
-        torch.set_num_threads(machine.threads)
-        self.machine = machine
-        self.model: Any = None
-        self.eos_ids: list[int] = []
-
-    def load(self, path: Path) -> None:
-        self.eos_ids = policy.eos_ids(path)
-        self.model = policy.load_model(path, device=self.machine.device)
-
-    def generate(
-        self, requests: list[Request], *, temperature: float, top_p: float
-    ) -> list[Response]:
-        size = self.machine.max_num_seqs
-        responses: list[Response] = []
-        for start in range(0, len(requests), size):
-            batch = requests[start : start + size]
-            responses += self._generate_batch(batch, temperature=temperature, top_p=top_p)
-            report(len(responses), len(requests), "responses")
-        return responses
-
-    def _generate_batch(
-        self, requests: list[Request], *, temperature: float, top_p: float
-    ) -> list[Response]:
-        import torch
-
-        torch.manual_seed(requests[0].seed)
-        width = max(len(request.prompt_ids) for request in requests)
-        prompts = torch.zeros(len(requests), width, dtype=torch.long)
-        mask = torch.zeros_like(prompts)
-        for row, request in enumerate(requests):  # padded on the left, known by the mask alone
-            prompts[row, width - len(request.prompt_ids) :] = torch.tensor(request.prompt_ids)
-            mask[row, width - len(request.prompt_ids) :] = 1
-        device = self.model.device
-        with torch.inference_mode():
-            output = self.model.generate(
-                prompts.to(device),
-                attention_mask=mask.to(device),
-                do_sample=True,
-                temperature=temperature,
-                top_p=top_p,
-                top_k=0,
-                max_new_tokens=max(request.max_tokens for request in requests),
-                eos_token_id=self.eos_ids,
-                pad_token_id=self.eos_ids[0],
-                return_dict_in_generate=True,
-                output_logits=True,
-            )
-        sampled = output.sequences[:, width:].cpu()
-        logprobs = _sampled_logprobs(output.logits, sampled, temperature)
-        return [
-            self._cut(ids, scores, request.max_tokens)
-            for ids, scores, request in zip(
-                sampled.tolist(), logprobs.tolist(), requests, strict=True
-            )
-        ]
-
-    def _cut(self, ids: list[int], logprobs: list[float], max_tokens: int) -> Response:
-        ends = (i + 1 for i, token in enumerate(ids[:max_tokens]) if token in self.eos_ids)
-        end = next(ends, None)
-        length = max_tokens if end is None else end
-        return Response(ids[:length], logprobs[:length], "length" if end is None else "stop")
-
-    def close(self) -> None:
-        self.model = None
-        gc.collect()
-
-
-def _sampled_logprobs(
-    logits: tuple["torch.Tensor", ...], sampled: "torch.Tensor", temperature: float
-) -> "torch.Tensor":
-    """[B, T] log-probs of the sampled ids [B, T] under logits (T times [B, V]) / temperature."""
-    import torch
-
-    steps = [
-        (scores.float().cpu() / temperature).log_softmax(-1).gather(-1, sampled[:, [t]])
-        for t, scores in enumerate(logits)
-    ]
-    return torch.cat(steps, dim=-1)
+@contextmanager
+def _timed(loaded: Loaded, name: str) -> Iterator[None]:
+    """Add the block's seconds to a field of `loaded`."""
+    began = time.monotonic()
+    try:
+        yield
+    finally:
+        setattr(loaded, name, getattr(loaded, name) + time.monotonic() - began)

@@ -7,26 +7,37 @@ import polars as pl
 from stages import tables, verify
 from stages.sampling import Sampling, sample
 from stages.settings import Machine
+from stages.shards import explained
 
 
 class Config(Sampling):
-    """avg@k with k = n; top_p may differ from 1 here (the paper: 0.7)."""
+    """avg@k with k = n; top_p, top_k and min_p may be anything here (the paper: 0.7)."""
 
 
 def run(
-    *, prompts: Path, policy: Path, out: Path, config: Config, machine: Machine
+    *,
+    prompts: Path,
+    policy: Path,
+    out: Path,
+    config: Config,
+    machine: Machine,
+    partial: Path | None = None,
 ) -> dict[str, float]:
     """Write `samples` (responses with verdicts) and `evaluations` (one row per prompt).
 
     The seeds depend on prompt and sample only, so that two policies are compared on the same
     random numbers.
+
+    Args:
+        partial: a directory that keeps finished prompts if this fails, for the next attempt.
     """
     asked = tables.read_prompts(prompts).sort("prompt_id")
-    rows, skipped = sample(
+    rows, skipped, metrics = sample(
         asked.select("prompt_id", "prompt", group_id="prompt_id"),
         policy_path=policy,
         config=config,
         machine=machine,
+        partial=partial,
     )
     judged = verify.judge_all(rows.lazy(), asked.lazy())
     samples = rows.join(judged.drop("length"), on="response_id", maintain_order="left")
@@ -41,9 +52,10 @@ def run(
         .join(asked, on="prompt_id")
         .sort("prompt_id")
     )
-    tables.write(out, "samples", samples)
-    tables.write(out, "skipped", skipped)
-    tables.write(out, "evaluations", evaluations)
+    with explained(out):
+        tables.write(out, "samples", samples)
+        tables.write(out, "skipped", skipped)
+        tables.write(out, "evaluations", evaluations)
     return {
         f"avg@{config.n}": tables.mean(evaluations["acc_mean"]),
         "length_mean": tables.mean(samples["length"]),
@@ -51,4 +63,5 @@ def run(
         "prompts": len(evaluations),
         "skipped": len(skipped),
         "tokens": int(samples["length"].sum()),
+        **metrics,
     }

@@ -5,12 +5,15 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stages import tables
 from stages.errors import InputError, NonFinite
 
 if TYPE_CHECKING:
+    import polars as pl
     from torch import Tensor
     from transformers import PreTrainedModel
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -28,6 +31,7 @@ COMPANIONS = (
     "merges.txt",
     "chat_template.jinja",
 )
+PROBE = "probe"  # a table: what these very weights compute, to prove engines by
 MODEL = ("config.json", *COMPANIONS, *WEIGHTS)
 
 
@@ -134,11 +138,39 @@ def context_length(path: Path) -> int:
 def digest(path: Path) -> str:
     """A fingerprint of what the policy computes: its config and weights."""
     check(path)
-    whole = hashlib.sha256((path / "config.json").read_bytes())
-    for file in sorted(path.glob(WEIGHTS[0])):
+    files = (path / "config.json", *sorted(path.glob(WEIGHTS[0])))
+    return _digest(tuple((file, file.stat().st_size, file.stat().st_mtime_ns) for file in files))
+
+
+@lru_cache(maxsize=16)
+def _digest(files: tuple[tuple[Path, int, int], ...]) -> str:
+    """Of files of that size and time: weights are large, and asked for more than once."""
+    config, *weights = (file for file, _, _ in files)
+    whole = hashlib.sha256(config.read_bytes())
+    for file in weights:
         with file.open("rb") as stream:
             whole.update(hashlib.file_digest(stream, "sha256").digest())
     return whole.hexdigest()[:16]
+
+
+def probe(path: Path) -> "pl.DataFrame | None":
+    """Token sequences with the log-probs at temperature 1 that the trainer computes for them."""
+    return tables.read(path, PROBE) if (path / PROBE).is_dir() else None
+
+
+def architecture(path: Path) -> str:
+    """A fingerprint of all but the weights that an engine is started with: config, tokenizer."""
+    check(path)
+    whole = hashlib.sha256(json.dumps(_json(path / "config.json"), sort_keys=True).encode())
+    for name in TOKENIZERS:
+        if (path / name).is_file():
+            whole.update((path / name).read_bytes())
+    return whole.hexdigest()[:16]
+
+
+def tied(path: Path) -> bool:
+    """Whether embedding and head are one matrix."""
+    return bool(_json(path / "config.json").get("tie_word_embeddings"))
 
 
 def load_model(path: Path, *, device: str, attention: str = "sdpa") -> "PreTrainedModel":
@@ -186,9 +218,9 @@ def save(model: "PreTrainedModel", weights: "dict[str, Tensor]", out: Path, *, l
 
 
 def copy(path: Path, out: Path) -> None:
-    """The same policy, byte for byte, optimizer state and adapter included."""
+    """The same policy, byte for byte, optimizer state, adapter and probe included."""
     _copy(path, out, MODEL)
-    for directory in STATE:
+    for directory in (*STATE, PROBE):
         if (path / directory).is_dir():
             shutil.copytree(path / directory, out / directory)
 

@@ -2,14 +2,16 @@
 
 import hashlib
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal, NamedTuple
 
 import polars as pl
 from pydantic import Field, JsonValue, field_validator
 
 from stages import engines, policy
 from stages.errors import InputError
+from stages.gathering import Gathering
 from stages.settings import Machine, Settings
+from stages.shards import Shards
 
 # of apply_chat_template, but about tokens and not about text
 RESERVED = {
@@ -28,7 +30,11 @@ RESERVED = {
 
 
 class Sampling(Settings):
-    """How to sample; the same words as in the engines."""
+    """How to sample; the same words as in the engines.
+
+    Log-probs are those of the distribution that is drawn from: what `top_p`, `top_k` and `min_p`
+    cut off has none.
+    """
 
     engine: Literal["vllm", "hf"] = "vllm"
     n: int = Field(8, ge=1)  # responses per prompt
@@ -36,6 +42,9 @@ class Sampling(Settings):
     context: int | None = Field(None, ge=2)  # prompt + response; default: what the model allows
     temperature: float = Field(1.0, gt=0)
     top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0)  # 0: all
+    min_p: float = Field(0.0, ge=0, lt=1)  # of the likeliest token's probability
+    stop: list[Annotated[str, Field(min_length=1)]] = Field([])  # texts that end a response
     seed: int = 0
     # for the chat template of the policy, such as enable_thinking: false, or tools
     template: dict[str, JsonValue] = Field({})
@@ -47,14 +56,49 @@ class Sampling(Settings):
             raise ValueError(f"{taken[0]} is not the template's to say")
         return template
 
+    @property
+    def decoding(self) -> engines.Decoding:
+        """What the engine is told."""
+        return engines.Decoding(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            stop=tuple(self.stop),
+        )
+
+
+class Sampled(NamedTuple):
+    """`rollouts` rows sorted as asked, `skipped` rows, and what there is to record of the engine.
+
+    Metrics: `recovered` and `generated` count responses; seconds are in no table.
+    """
+
+    rows: pl.DataFrame
+    skipped: pl.DataFrame
+    metrics: dict[str, float]
+
 
 def sample(
-    asked: pl.DataFrame, *, policy_path: Path, config: Sampling, machine: Machine
-) -> tuple[pl.DataFrame, pl.DataFrame]:
+    asked: pl.DataFrame,
+    *,
+    policy_path: Path,
+    config: Sampling,
+    machine: Machine,
+    partial: Path | None = None,
+    time_limit_s: float | None = None,
+) -> Sampled:
     """Sample `n` responses for every row of `asked` (group_id, prompt_id, prompt).
 
-    Returns the `rollouts` rows, sorted as asked, and the `skipped` rows: prompts that are empty
-    or leave no room for a response are left out by name, and cost the others nothing.
+    Prompts that are empty or leave no room for a response are skipped by name, and cost the others
+    nothing; so are the groups that are not complete after `time_limit_s` seconds of sampling.
+
+    Args:
+        partial: where finished groups are kept meanwhile; those of an earlier attempt are taken
+            from there. Their rows are the same, since each response has its own seed.
+
+    Raises `InputError` if no prompt is usable or no group is complete in time, `NonFinite` for
+    log-probs that are no numbers, `RuntimeError` if the engine keeps giving requests up.
     """
     tokenizer = policy.tokenizer(policy_path)
     context = policy.context_length(policy_path)
@@ -69,31 +113,39 @@ def sample(
             f"{dict(skipped['reason'].value_counts().iter_rows())}; "
             f"the context holds {context} tokens"
         )
-    requests = _requests(usable, config)
-    engine = engines.resident(config.engine, context=context, machine=machine)
-    engine.load(policy_path)
-    responses = engine.generate(
-        [
-            engines.Request(
-                prompt_ids=row["prompt_ids"],
-                seed=row["seed"],
-                max_tokens=min(config.max_tokens, context - len(row["prompt_ids"])),
-            )
-            for row in requests.iter_rows(named=True)
-        ],
-        temperature=config.temperature,
-        top_p=config.top_p,
-    )
-    rows = requests.with_columns(
-        response_ids=pl.Series([r.ids for r in responses], dtype=pl.List(pl.Int32)),
-        sampler_logprobs=pl.Series([r.logprobs for r in responses], dtype=pl.List(pl.Float32)),
-        text=pl.Series([tokenizer.decode(r.ids, skip_special_tokens=True) for r in responses]),
-        length=pl.Series([len(r.ids) for r in responses], dtype=pl.Int32),
-        finish_reason=pl.Series([r.finish_reason for r in responses]),
+    requests = _requests(usable, config).with_columns(
         temperature=pl.lit(config.temperature, pl.Float32),
         policy=pl.lit(policy.digest(policy_path)),
     )
-    return rows, skipped
+    shards = Shards(partial)
+    recovered = shards.recovered(requests)
+    left = requests.join(recovered, on="response_id", how="anti", maintain_order="left")
+    metrics: dict[str, float] = {"recovered": len(recovered), "generated": 0}
+    found = [recovered]
+    if not left.is_empty():
+        engine = engines.resident(config.engine, context=context, machine=machine)
+        metrics |= engine.load(policy_path).metrics()
+        gathering = Gathering(left, n=config.n, tokenizer=tokenizer, shards=shards)
+        found += gathering.generate(
+            engine,
+            [
+                engines.Request(ids, seed, min(config.max_tokens, context - len(ids)))
+                for ids, seed in left.select("prompt_ids", "seed").iter_rows()
+            ],
+            config.decoding,
+            time_limit_s=time_limit_s,
+        )
+        metrics |= gathering.metrics()
+    rows = pl.concat(found).join(
+        requests.select("response_id", _position=pl.int_range(pl.len())), on="response_id"
+    )
+    late = usable.join(rows, on="group_id", how="anti", maintain_order="left")
+    if rows.is_empty():
+        raise InputError(
+            f"time_limit_s={time_limit_s:g}: none of {len(usable)} groups was complete by then"
+        )
+    late = late.select("group_id", "prompt_id", reason=pl.lit("time_limit"))
+    return Sampled(rows.sort("_position").drop("_position"), pl.concat([skipped, late]), metrics)
 
 
 def _tokenize(

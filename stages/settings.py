@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class Settings(BaseModel):
@@ -19,7 +19,7 @@ class Machine(Settings):
     threads: int = Field(
         1, ge=1
     )  # of torch; vLLM on CPU heeds OMP_NUM_THREADS, else takes all cores
-    micro_batch_tokens: int = Field(16384, ge=1)  # tokens in one forward pass, padding included
+    micro_batch_tokens: int = Field(4096, ge=1)  # tokens in one forward pass, padding included
     gradient_checkpointing: bool = False
     attention: str = "sdpa"  # of the trainer, by transformers' names, such as flash_attention_2
     packed: bool = False  # sequences end to end without padding; worth it with varlen attention
@@ -30,13 +30,26 @@ class Machine(Settings):
     nnodes: int = Field(1, ge=1)
     rdzv_endpoint: str | None = None  # HOST:PORT where nodes meet; none: this node alone
     rdzv_id: str = "dapo"
-    # vLLM
-    tensor_parallel_size: int = Field(1, ge=1)
+    # the engine
+    tensor_parallel_size: int = Field(1, ge=1)  # GPUs that share each of vLLM's layers
+    pipeline_parallel_size: int = Field(1, ge=1)  # groups of them that share the layers out
     gpu_memory_utilization: float = Field(0.05, gt=0, le=1)
     kv_cache_gib: int = Field(1, ge=1)  # on CPU
-    max_num_seqs: int = Field(512, ge=1)
+    max_num_seqs: int = Field(512, ge=1)  # sequences that are sampled at once
     enforce_eager: bool = True
-    # on one GPU: the engine ends before an update starts, and the trainer before a rollout
-    one_process_at_a_time: bool = False
+    # |engine - trainer| log-prob, in nats, that a token of a policy's probe may have
+    max_probe_gap: float = Field(1e-3, gt=0)
+    # what the engine does while the trainer works. Unless both stay, only one of them has memory on
+    # the device at a time: the trainer's process ends before the engine works
+    engine_between: Literal["stay", "sleep", "exit"] = "stay"
     # a stage in a worker process is killed, with its children, after so long
     stage_timeout_s: float | None = Field(None, gt=0)
+
+    @model_validator(mode="after")
+    def _sleeps_where_it_can(self) -> "Machine":
+        if self.engine_between == "sleep" and self.device == "cpu":
+            raise ValueError(
+                "engine_between=sleep: vLLM's sleep mode gives GPU memory back, and there is none "
+                "on device=cpu; use stay, or exit to free main memory"
+            )
+        return self

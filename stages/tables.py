@@ -167,6 +167,8 @@ SCHEMAS: dict[str, pa.Schema] = {
         column=(pa.string(), None),
         reason=pa.string(),
     ),
+    # in a policy's directory: what its weights compute, at temperature 1
+    "probe": _schema("probe_id", prompt_ids=TOKENS, response_ids=TOKENS, logprobs=LOGPROBS),
 }
 SCHEMAS["carried"] = SCHEMAS["batch"]  # whole groups that wait for the next step
 

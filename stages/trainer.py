@@ -186,6 +186,10 @@ class Trainer:
         }
         state.save(out, moments, {"optimizer_steps": self.done})
 
+    def logprobs(self, responses: list[Response]) -> "list[Tensor]":
+        """Of each response [T], under the weights as they are; on every rank."""
+        return scored(self.scorer, self.dealt(responses), responses)
+
     def mini_batches(self, responses: Sequence[Response]) -> list[MiniBatch]:
         """One epoch: shuffled by seed and optimizer step, in equal parts of `mini_batch` at most.
 

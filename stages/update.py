@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import polars as pl
 
 from stages import policy as policies
-from stages import ranks, tables
+from stages import probe, ranks, tables
 from stages.errors import EngineMismatch, InputError, NonFinite
 from stages.progress import report
 from stages.responses import Response, flat, read, responses_of, trainable
@@ -81,10 +81,13 @@ def train(
             _check_skipped(trainer, total)
             report(len(steps), total, "optimizer steps")
 
+    probes = probe.chosen(responses)
+    probed = trainer.logprobs(probes)
     trainer.save(out, like=policy)
     records = [row for rows in ranks.gather(trainer.token_records) for row in rows]
     if ranks.rank() == 0:
         _write(out, steps, records if config.record_tokens else None)
+        probe.write(out, probes, probed)
     return summary(steps) | gap | {"total_optimizer_steps": float(trainer.done)}
 
 

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
-from stages import arithmetic
+from stages import arithmetic, probe
 from stages.progress import report
+from stages.responses import Response
 from stages.settings import Machine, Settings
 
 if TYPE_CHECKING:
@@ -107,7 +108,32 @@ def run(*, out: Path, config: Config, machine: Machine) -> dict[str, float]:
             metrics |= sampled(model, tokenizer, config)
     tokenizer.save_pretrained(out)
     model.save_pretrained(out)
+    write_probe(out, model, tokenizer, config)
     return metrics
+
+
+def write_probe(
+    out: Path, model: "Qwen3ForCausalLM", tokenizer: "PreTrainedTokenizerFast", config: Config
+) -> None:
+    """Worked examples, with what the model makes of them."""
+    import torch
+
+    from stages.logprobs import Scorer
+
+    frame = arithmetic.prompts(probe.SEQUENCES, config.seed, "heldout")
+    probes = []
+    for i, chat in enumerate(frame["prompt"]):
+        expr = chat[0]["content"]
+        prompt, response = (
+            torch.tensor(tokenizer.encode(text))
+            for text in (render(tokenizer, expr), arithmetic.worked_example(expr))
+        )
+        nothing = torch.zeros(len(response))
+        probes.append(Response(f"probe{i}", i, prompt, response, nothing, 0.0, 1.0, True))
+    model.eval()
+    with torch.no_grad():
+        logprobs, _ = Scorer(model)(probes)
+    probe.write(out, probes, logprobs.split([len(r.response_ids) for r in probes]))
 
 
 def build_tokenizer(config: Config) -> "PreTrainedTokenizerFast":

@@ -7,7 +7,7 @@ import pytest
 from pipeline import artifacts
 from pipeline.artifacts import Artifact, Recipe
 from pipeline.runner import Outdated, Runner, StageInput, accepts, stage_inputs
-from stages import prompts, select
+from stages import prompts, rollout, select, tables
 from stages.errors import InputError
 from stages.settings import Machine
 
@@ -70,3 +70,32 @@ def test_a_pinned_artifact_keeps_its_settings_but_not_for_other_inputs() -> None
     assert accepts(made(pinned=True), Recipe("score", {"right": 1.0}, {"rollouts": "a"}))
     assert not accepts(made(pinned=True), Recipe("score", {"right": 1.0}, {"rollouts": "b"}))
     assert not accepts(made(pinned=False), Recipe("score", {"right": 1.0}, {"rollouts": "a"}))
+
+
+def test_groups_that_a_killed_rollout_had_finished_are_not_generated_again(
+    data: Path, tmp_path: Path
+) -> None:
+    original = artifacts.load(data / "runs" / "small" / "step_0001" / "round_0" / "rollout")
+    rows = tables.read(original.path, "rollouts")
+    finished = rows["group_id"].unique().sort()[:4]
+    out = tmp_path / "again" / "rollout"
+    kept = artifacts.partial(out, original.recipe)
+    kept.mkdir(parents=True)
+    tables.write(kept, "rollouts", rows.filter(rows["group_id"].is_in(finished.implode())))
+    (kept / "rollouts" / "part-00001.parquet").write_bytes(b"PAR1 half a file")
+    with Runner(Machine()) as runner:
+        made, served = runner.run(
+            "rollout",
+            out=out,
+            config=rollout.Config(**original.recipe.config),
+            inputs=original.sources,
+        )
+    assert not served
+    assert (made.metrics["recovered"], made.metrics["generated"]) == (16, 8)
+    assert made.record["rows"] == original.record["rows"]
+    again = tables.read(out, "rollouts")
+    assert again["response_id"].to_list() == rows["response_id"].to_list()
+    assert again.filter(again["group_id"].is_in(finished.implode())).equals(
+        rows.filter(rows["group_id"].is_in(finished.implode()))
+    )
+    assert not kept.exists()

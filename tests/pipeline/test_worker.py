@@ -38,8 +38,8 @@ def run(*, what, out):
 
 @pytest.fixture
 def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker]:
-    """A worker that finds a stage named `probe`."""
-    (tmp_path / "probe.py").write_text(STAGE)
+    """A worker that finds a stage named `pretended`."""
+    (tmp_path / "pretended.py").write_text(STAGE)
     (tmp_path / "sitecustomize.py").write_text(
         f"import stages; stages.__path__.append({str(tmp_path)!r})"
     )
@@ -76,7 +76,7 @@ def test_the_process_is_kept_between_calls_and_reports_progress(
     heard: list[tuple[int, int, str]] = []
     arguments = {"what": "count", "out": tmp_path}
     pids = {
-        worker.call("probe", arguments, listener=lambda *told: heard.append(told))["pid"]
+        worker.call("pretended", arguments, listener=lambda *told: heard.append(told))["pid"]
         for _ in range(2)
     }
     assert len(pids) == 1 and pids != {os.getpid()}
@@ -85,25 +85,25 @@ def test_the_process_is_kept_between_calls_and_reports_progress(
 
 def test_an_error_of_the_stage_arrives_as_it_was_raised(worker: Worker, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="row 3 is bad") as caught:
-        worker.call("probe", {"what": "bad input", "out": tmp_path})
-    assert "probe.py" in caught.value.__notes__[0]
+        worker.call("pretended", {"what": "bad input", "out": tmp_path})
+    assert "pretended.py" in caught.value.__notes__[0]
     with pytest.raises(RuntimeError, match="Local: odd"):
-        worker.call("probe", {"what": "unpicklable", "out": tmp_path})
-    assert worker.call("probe", {"what": "count", "out": tmp_path})
+        worker.call("pretended", {"what": "unpicklable", "out": tmp_path})
+    assert worker.call("pretended", {"what": "count", "out": tmp_path})
 
 
 def test_a_killed_process_is_reported_with_its_signal_and_last_words_and_replaced(
     worker: Worker, tmp_path: Path
 ) -> None:
     with pytest.raises(WorkerDied, match=r"SIGKILL(.|\n)*last words"):
-        worker.call("probe", {"what": "die", "out": tmp_path})
-    assert worker.call("probe", {"what": "count", "out": tmp_path})
+        worker.call("pretended", {"what": "die", "out": tmp_path})
+    assert worker.call("pretended", {"what": "count", "out": tmp_path})
 
 
 def test_a_time_limit_ends_the_stage_and_its_children(worker: Worker, tmp_path: Path) -> None:
     begin = time.monotonic()
     with pytest.raises(StageTimeout, match="longer than 2"):
-        worker.call("probe", {"what": "hang", "out": tmp_path / "pids"}, timeout_s=2)
+        worker.call("pretended", {"what": "hang", "out": tmp_path / "pids"}, timeout_s=2)
     assert time.monotonic() - begin < 10
     assert gone(started(tmp_path / "pids"))
 
@@ -112,7 +112,8 @@ PARENT = """
 import sys
 from pathlib import Path
 from pipeline.worker import Worker
-Worker(Path(sys.argv[1]) / "log").call("probe", {"what": "hang", "out": Path(sys.argv[1]) / "pids"})
+here = Path(sys.argv[1])
+Worker(here / "log").call("pretended", {"what": "hang", "out": here / "pids"})
 """
 
 

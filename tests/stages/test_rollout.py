@@ -88,9 +88,40 @@ def test_a_prompt_id_that_occurs_twice_is_refused(policy: Path, tmp_path: Path) 
         )
 
 
-def test_a_truncated_vocabulary_is_refused_for_training() -> None:
-    with pytest.raises(ValidationError, match=r"top_p=0\.9.*full vocabulary.*leave top_p=1"):
-        Config(top_p=0.9)
+@pytest.mark.parametrize(("name", "value", "full"), [("top_p", 0.9, 1), ("top_k", 5, 0)])
+def test_a_truncated_vocabulary_is_refused_for_training(
+    name: str, value: float, full: float
+) -> None:
+    with pytest.raises(ValidationError, match=f"{name}={value}.*full vocabulary.*{name}={full}"):
+        Config(**{name: value})
+
+
+def test_a_least_probability_is_refused_for_training() -> None:
+    with pytest.raises(ValidationError, match=r"min_p=0\.1: .*full vocabulary.*leave min_p=0"):
+        Config(min_p=0.1)
+
+
+def test_what_is_skipped_for_want_of_time_is_counted(policy: Path, tmp_path: Path) -> None:
+    config = CONFIG.model_copy(update={"time_limit_s": 60.0})
+    _, metrics = run(tmp_path, policy, "fits", "empty", config=config)
+    assert (metrics["time_limited"], metrics["skipped"]) == (0, 1)
+
+
+def test_a_full_disk_at_the_end_keeps_the_groups(policy: Path, tmp_path: Path) -> None:
+    partial, out = tmp_path / "partial", fresh(tmp_path)
+    (out / "rollouts").mkdir()
+    (out / "rollouts" / "part-00000.parquet").symlink_to("/dev/full")
+    inputs = {
+        "selection": rows("selection", {"group_id": "g", "prompt_id": "p"}),
+        "prompts": rows("prompts", {"prompt_id": "p", "prompt": "1+2"}),
+    }
+    arguments = {
+        **{name: save(fresh(tmp_path), name, frame) for name, frame in inputs.items()},
+        **{"policy": policy, "config": CONFIG, "machine": CPU, "partial": partial},
+    }
+    with pytest.raises(InputError, match=r"No space left.*Nothing was published"):
+        rollout.run(**arguments, out=out)
+    assert rollout.run(**arguments, out=fresh(tmp_path))["recovered"] == 2
 
 
 def test_a_group_of_one_is_refused() -> None:

@@ -1,18 +1,28 @@
 """From prompts to samples, with the Hugging Face engine on a policy that babbles."""
 
 import json
+import math
+import os
+import re
 import shutil
+import time
+from collections.abc import Generator, Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import polars as pl
 import pytest
-from conftest import CPU, forward_logprobs
+from conftest import CPU, forward_logprobs, fresh
 from pydantic import ValidationError
-from tokenizers.processors import Sequence, TemplateProcessing
+from tokenizers import processors
 
+from stages import engines, gathering, progress, shards, tables
 from stages import policy as policies
-from stages.errors import InputError
+from stages.engine_hf import HuggingFace
+from stages.engines import Decoding, Request, Response
+from stages.errors import InputError, NonFinite
 from stages.sampling import Sampling, sample
+from stages.settings import Machine
 
 CONFIG = Sampling(engine="hf", n=3, max_tokens=24)
 SUMS = ("3+5-2", "1+2+3+4", "3+5-2")  # two of equal text
@@ -30,7 +40,7 @@ def asked(*contents: str) -> pl.DataFrame:
 
 def draw(policy: Path, *contents: str, **settings: object) -> pl.DataFrame:
     config = CONFIG.model_copy(update=settings)
-    return sample(asked(*contents or SUMS), policy_path=policy, config=config, machine=CPU)[0]
+    return sample(asked(*contents or SUMS), policy_path=policy, config=config, machine=CPU).rows
 
 
 def edited(policy: Path, to: Path, **settings: object) -> Path:
@@ -76,7 +86,9 @@ def test_exactly_one_bos_comes_first_where_tokenizer_or_template_ask_for_one(
     tokenizer.add_special_tokens({"bos_token": "<s>"})
     special = [("<s>", tokenizer.bos_token_id)]
     tokenizer.backend_tokenizer.post_processor = (
-        TemplateProcessing(single="<s> $A", special_tokens=special) if adds_bos else Sequence([])
+        processors.TemplateProcessing(single="<s> $A", special_tokens=special)
+        if adds_bos
+        else processors.Sequence([])
     )
     template = "{{ bos_token }}" * spelled + "{{ messages[0]['content'] }}="
     chat = [{"role": "user", "content": "3+5"}]
@@ -130,7 +142,7 @@ def test_a_prompt_that_the_chat_template_refuses_is_skipped_and_costs_the_others
     chats = [[{"role": "user", "content": content}] for content in ("3+5", "1+2", "2+2")]
     chats[1].append({"role": "tool", "content": "3"})
     three = asked("", "", "").with_columns(prompt=pl.Series(chats))
-    frame, skipped = sample(three, policy_path=strict, config=CONFIG, machine=CPU)
+    frame, skipped, _ = sample(three, policy_path=strict, config=CONFIG, machine=CPU)
     assert skipped.rows() == [("g1", "p1", "template: Unknown role: tool")]
     whole = draw(strict, "3+5", "1+2", "2+2").filter(pl.col("prompt_id") != "p1")
     assert frame.select("response_id", "prompt_ids", "seed").equals(
@@ -216,7 +228,7 @@ def test_a_response_has_room_for_what_the_context_leaves(policy: Path) -> None:
 def test_prompts_that_are_empty_or_fill_the_context_are_skipped_by_name(policy: Path) -> None:
     contents = ("1" * 8, "1" * 62, "1" * 63, "", " \n")  # + 2 role tokens
     config = CONFIG.model_copy(update={"context": 64, "n": 2})
-    frame, skipped = sample(asked(*contents), policy_path=policy, config=config, machine=CPU)
+    frame, skipped, _ = sample(asked(*contents), policy_path=policy, config=config, machine=CPU)
     assert frame["prompt_id"].to_list() == ["p0", "p0"]
     assert skipped.select("prompt_id", "reason").rows() == [
         ("p1", "too_long"),
@@ -257,10 +269,232 @@ def test_rows_name_the_policy_by_its_weights(drawn: pl.DataFrame, policy: Path) 
     assert set(drawn["policy"]) == {policies.digest(policy)}
 
 
+def test_stop_strings_end_responses_and_stay_in_their_texts(policy: Path) -> None:
+    plain, stopped = draw(policy, n=16), draw(policy, n=16, stop=["1", "7", "e"])
+    cut = stopped.filter(pl.col("text").str.contains("[17e]"))
+    assert len(cut)
+    assert set(cut["finish_reason"]) == {"stop"}
+    assert cut["text"].str.contains("^[^17e]*[17e]$").all()
+    both = plain.join(stopped, on="response_id")
+    for whole, ids in both.select("response_ids", "response_ids_right").iter_rows():
+        assert whole[: len(ids)] == ids
+    whole = both.filter(~pl.col("text_right").str.contains("[17e]"))
+    assert whole["response_ids"].equals(whole["response_ids_right"], check_names=False)
+
+
+@pytest.mark.parametrize("narrow", [{"top_k": 1}, {"min_p": 0.999}, {"top_p": 1e-6}])
+def test_a_vocabulary_narrowed_to_one_token_leaves_nothing_to_chance(
+    narrow: dict[str, float], policy: Path
+) -> None:
+    frame = draw(policy, n=4, **narrow)
+    assert frame.group_by("prompt_id").agg(pl.col("text").n_unique())["text"].to_list() == [1] * 3
+    assert frame["sampler_logprobs"].explode().to_list() == [0.0] * frame["length"].sum()
+
+
+def test_the_metrics_say_what_was_generated_and_what_the_engine_did(policy: Path) -> None:
+    result = sample(asked("3+5", "1+2"), policy_path=policy, config=CONFIG, machine=CPU)
+    metrics = result.metrics
+    assert (metrics["generated"], metrics["recovered"]) == (6, 0)
+    assert metrics["tokens_per_second"] > 0
+    assert metrics["probe_gap_max"] < 1e-4
+    assert {"reloaded", "start_s", "reload_s", "probe_s", "probe_gap_mean"} <= set(metrics)
+
+
+def test_progress_tells_speed_groups_and_what_is_left(policy: Path) -> None:
+    told: list[tuple[int, int, str]] = []
+    token = progress.listener.set(lambda *each: told.append(each))
+    try:
+        draw(policy, *SUMS)
+    finally:
+        progress.listener.reset(token)
+    done, total, note = told[-1]
+    assert (done, total) == (9, 9)
+    assert re.fullmatch(r"\d+ tok/s, 3/3 groups, 0 s left", note)
+
+
+# --- the engine misbehaves ----------------------------------------------------------------------
+
+
+class Faulty(HuggingFace):
+    """Gives the requests of these seeds up as often as it is told, and garbles log-probs."""
+
+    aborts: ClassVar[dict[int, int]] = {}
+    garbled: ClassVar[set[int]] = set()
+
+    def generate(
+        self, requests: Sequence[Request], decoding: Decoding, *, until: float = math.inf
+    ) -> Generator[tuple[int, Response], None, None]:
+        for index, response in super().generate(requests, decoding, until=until):
+            seed = requests[index].seed
+            if self.aborts.get(seed, 0):
+                self.aborts[seed] -= 1
+                yield index, Response([], [], "abort")
+            elif seed in self.garbled:
+                yield index, response._replace(logprobs=[math.nan] * len(response.ids))
+            else:
+                yield index, response
+
+
+@pytest.fixture
+def faulty(monkeypatch: pytest.MonkeyPatch) -> type[Faulty]:
+    monkeypatch.setattr(engines, "_resident", None)
+    monkeypatch.setattr(engines, "_new", lambda kind: Faulty)
+    monkeypatch.setattr(Faulty, "aborts", {})
+    monkeypatch.setattr(Faulty, "garbled", set())
+    return Faulty
+
+
+def test_a_request_that_the_engine_gave_up_is_asked_again(
+    drawn: pl.DataFrame, policy: Path, faulty: type[Faulty]
+) -> None:
+    faulty.aborts = {drawn["seed"][1]: 1, drawn["seed"][8]: 2}
+    again = draw(policy)
+    assert again.drop("sampler_logprobs").equals(drawn.drop("sampler_logprobs"))
+    assert set(faulty.aborts.values()) == {0}
+
+
+def test_a_request_that_the_engine_keeps_giving_up_ends_the_stage_and_the_rest_is_kept(
+    drawn: pl.DataFrame, policy: Path, faulty: type[Faulty], tmp_path: Path
+) -> None:
+    faulty.aborts = {drawn["seed"][4]: 99}
+    with pytest.raises(RuntimeError, match=r"gave up 1 requests 3 times, such as g1n01"):
+        sample(asked(*SUMS), policy_path=policy, config=CONFIG, machine=CPU, partial=tmp_path / "p")
+    assert set(tables.read(tmp_path / "p", "rollouts")["group_id"]) == {"g0", "g2"}
+
+
+def test_log_probs_that_are_no_numbers_end_the_stage_by_name_and_the_other_groups_are_kept(
+    drawn: pl.DataFrame, policy: Path, faulty: type[Faulty], tmp_path: Path
+) -> None:
+    faulty.garbled = {drawn["seed"][0], drawn["seed"][2]}
+    with pytest.raises(NonFinite, match=r"not finite numbers for 2 responses, g0n00, g0n02"):
+        sample(asked(*SUMS), policy_path=policy, config=CONFIG, machine=CPU, partial=tmp_path / "p")
+    assert set(tables.read(tmp_path / "p", "rollouts")["group_id"]) == {"g1", "g2"}
+
+
+# --- finished groups are kept -------------------------------------------------------------------
+
+FEW = Machine(max_num_seqs=CONFIG.n)  # a group at a time
+
+
+class Interrupted(Exception):
+    """As if the process had been killed."""
+
+
+def interrupted_after(groups: int, policy: Path, partial: Path) -> None:
+    """Sample, and be interrupted when so many groups are on disk."""
+
+    def listen(done: int, total: int, note: str) -> None:
+        if len(list(partial.rglob("part-*"))) >= groups:
+            raise Interrupted
+
+    token = progress.listener.set(listen)
+    try:
+        with pytest.raises(Interrupted):
+            sample(asked(*SUMS), policy_path=policy, config=CONFIG, machine=FEW, partial=partial)
+    finally:
+        progress.listener.reset(token)
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every finished group is written, and told of, at once."""
+    monkeypatch.setattr(shards, "EVERY_S", 0.0)
+    monkeypatch.setattr(gathering, "TELL_EVERY_S", 0.0)
+
+
+def test_only_what_was_unfinished_is_generated_again_and_the_rows_are_the_same(
+    at_once: None, policy: Path, tmp_path: Path
+) -> None:
+    interrupted_after(2, policy, tmp_path)
+    assert len(tables.read(tmp_path, "rollouts")) == 6
+    again = sample(asked(*SUMS), policy_path=policy, config=CONFIG, machine=FEW, partial=tmp_path)
+    assert (again.metrics["recovered"], again.metrics["generated"]) == (6, 3)
+    whole = sample(asked(*SUMS), policy_path=policy, config=CONFIG, machine=FEW)
+    assert again.rows.equals(whole.rows)
+    all_there = sample(
+        asked(*SUMS), policy_path=policy, config=CONFIG, machine=CPU, partial=tmp_path
+    )
+    assert (all_there.metrics["recovered"], all_there.metrics["generated"]) == (9, 0)
+    assert all_there.rows.equals(whole.rows)
+
+
+def test_shards_that_are_broken_or_not_of_these_requests_are_ignored(
+    drawn: pl.DataFrame, policy: Path, tmp_path: Path
+) -> None:
+    def left(name: str, rows: pl.DataFrame) -> Path:
+        tables.write(fresh(tmp_path, name), "rollouts", rows)
+        return tmp_path / f"{name}0"
+
+    columns = tables.polars_schema("rollouts").names()
+    rows = drawn.select(columns)
+    foreign = {
+        "policy": pl.lit("another"),
+        "seed": pl.col("seed") + 1,
+        "temperature": pl.lit(0.5, pl.Float32),
+        "prompt_id": pl.lit("q"),
+        "prompt_ids": pl.col("prompt_ids").list.reverse(),
+    }
+    for name, value in foreign.items():
+        partial = left(name, rows.with_columns(value.alias(name)))
+        assert recovered(policy, partial) == 0
+    half = left("half", rows[1:])  # g0 has lost a row
+    shard = half / "rollouts" / "part-00000.parquet"
+    (half / "rollouts" / "part-00001.parquet").write_bytes(shard.read_bytes()[:-100])
+    (half / "rollouts" / "part-00002.parquet").write_bytes(b"")
+    torn = bytearray(shard.read_bytes())
+    torn[4:400] = bytes(396)
+    (half / "rollouts" / "part-00003.parquet").write_bytes(bytes(torn))
+    (half / "rollouts" / "part-00004.parquet").write_bytes(shard.read_bytes())  # all rows twice
+    assert recovered(policy, half) == 6
+
+
+def recovered(policy: Path, partial: Path) -> float:
+    result = sample(asked(*SUMS), policy_path=policy, config=CONFIG, machine=CPU, partial=partial)
+    assert len(result.rows) == 9 and result.rows["response_id"].is_unique().all()
+    return result.metrics["recovered"]
+
+
+def test_a_full_disk_is_said_and_what_was_kept_before_stays(
+    at_once: None, policy: Path, tmp_path: Path
+) -> None:
+    interrupted_after(1, policy, tmp_path)
+    kept = sorted(tmp_path.rglob("part-*"))
+    full = tmp_path / f"draft-{os.getpid()}" / "rollouts" / "part-00000.parquet"
+    full.symlink_to("/dev/full")  # a device without room
+    with pytest.raises(InputError, match=r"No space left.*Nothing was published.*make room"):
+        sample(asked(*SUMS), policy_path=policy, config=CONFIG, machine=FEW, partial=tmp_path)
+    assert sorted(tmp_path.rglob("part-*")) == kept
+    again = sample(asked(*SUMS), policy_path=policy, config=CONFIG, machine=FEW, partial=tmp_path)
+    assert again.metrics["recovered"] == 3
+
+
+def test_a_time_limit_ends_with_the_groups_that_are_complete_and_names_the_others(
+    policy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = sample(asked(*SUMS, ""), policy_path=policy, config=CONFIG, machine=FEW)
+    generate = HuggingFace._batch
+
+    def slow(self: HuggingFace, requests: Sequence[Request], decoding: Decoding) -> list[Response]:
+        time.sleep(0.3)
+        return generate(self, requests, decoding)
+
+    monkeypatch.setattr(HuggingFace, "_batch", slow)
+    limits = {"policy_path": policy, "config": CONFIG, "machine": FEW}
+    early = sample(asked(*SUMS, ""), **limits, time_limit_s=0.5)
+    assert early.rows.equals(whole.rows[:6])
+    assert early.skipped.rows() == [("g3", "p3", "empty"), ("g2", "p2", "time_limit")]
+    with pytest.raises(InputError, match=r"time_limit_s=1e-09: none of 3 groups was complete"):
+        sample(asked(*SUMS), **limits, time_limit_s=1e-9)
+
+
 @pytest.mark.parametrize(
-    "setting", [{"n": 0}, {"temperature": 0}, {"top_p": 0}, {"top_p": 1.1}, {"max_tokens": 0}]
+    "setting",
+    [
+        *({"n": 0}, {"temperature": 0}, {"top_p": 0}, {"top_p": 1.1}, {"max_tokens": 0}),
+        *({"top_k": -1}, {"min_p": 1}, {"min_p": -0.1}, {"stop": [""]}),
+    ],
 )
-def test_impossible_settings_are_refused(setting: dict[str, float]) -> None:
+def test_impossible_settings_are_refused(setting: dict[str, object]) -> None:
     with pytest.raises(ValidationError, match=next(iter(setting))):
         Sampling(**setting)
 

@@ -462,7 +462,12 @@ def test_the_result_is_a_whole_policy_that_others_can_load(bench: Bench) -> None
     (generation / "generation_config.json").write_text('{"eos_token_id": [2, 1], "top_p": 0.7}')
     out, _ = bench(ROWS, policy=generation)
     names = {file.name for file in generation.iterdir()}
-    assert {file.name for file in out.iterdir()} == names | {"optimizer", "metrics", "timings"}
+    assert {file.name for file in out.iterdir()} == names | {
+        "optimizer",
+        "metrics",
+        "timings",
+        "probe",
+    }
     for name in names - {"model.safetensors"}:
         assert (out / name).read_bytes() == (generation / name).read_bytes(), name
     assert all(weight.dtype == torch.float32 for weight in weights(out).values())
@@ -510,6 +515,15 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_float32_weights(bench: Bench) -
     out, metrics = bench(faithful(bench.policy, ROWS), machine=machine)
     assert 1e-5 < metrics["gap_mean"] < 0.05
     assert all(weight.dtype == torch.float32 for weight in weights(out).values())
+
+
+def test_the_policy_holds_what_its_own_weights_compute(bench: Bench) -> None:
+    out, _ = bench([r | {"temperature": 0.7} for r in ROWS], mini_batch=8)
+    probe = policies.probe(out)
+    assert probe is not None and probe["probe_id"].to_list() == [r["response_id"] for r in ROWS]
+    for found in probe.iter_rows(named=True):
+        wanted = logprobs_alone(out, found | {"temperature": 1.0}).tolist()
+        assert found["logprobs"] == pytest.approx(wanted, abs=1e-5)
 
 
 # --- several processes -------------------------------------------------------------------------

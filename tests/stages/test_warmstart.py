@@ -40,7 +40,8 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, fl
 
 
 def contents(directory: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
+    files = sorted(path for path in directory.rglob("*") if path.is_file())
+    return {str(path.relative_to(directory)): path.read_bytes() for path in files}
 
 
 def test_text_survives_the_tokenizer(tokenizer: "PreTrainedTokenizerFast") -> None:
