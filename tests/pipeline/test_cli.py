@@ -116,6 +116,35 @@ def test_an_update_on_an_empty_batch_changes_nothing_and_says_so(
     assert all((tmp_path / "out" / n).read_bytes() == (policy / n).read_bytes() for n in names)
 
 
+def test_a_dry_update_shows_both_losses_and_makes_nothing(data: Path, tmp_path: Path) -> None:
+    step = data / "runs" / "small" / "step_0002"
+    before = sorted(data.rglob("*"))
+    asked = dapo(
+        *("rerun", "--run", "small", "--step", "2", "--stage", "update", "--dry"),
+        *("update.eps_high=0", "update.eps_low=0"),
+        data=data,
+    )
+    assert asked.returncode == 0, asked.stderr
+    rows = {
+        name: [float(x) for x in (original, changed)]
+        for _, name, original, changed, _ in (
+            [cell.strip() for cell in line.split("│")]
+            for line in asked.stdout.splitlines()
+            if line.startswith("│")
+        )
+    }
+    assert rows["clip_fraction_high"][1] > rows["clip_fraction_high"][0]
+    assert rows["ratio_max"][0] == rows["ratio_max"][1] > 1
+    plain = dapo(
+        *("update", "--dry", "--batch", step / "round_0" / "filter"),
+        *("--policy", data / "runs/small/step_0001/update", *SMALL, "update.aggregation=token-sum"),
+    )
+    assert plain.returncode == 0 and "default" in plain.stdout, plain.stderr
+    assert sorted(data.rglob("*")) == before
+    refused = dapo("rerun", "--run", "small", "--step", "2", "--stage", "score", "--dry", data=data)
+    assert refused.returncode == 2 and "--dry is for update" in refused.stderr
+
+
 def test_ls_is_a_table_for_people_and_json_for_programs(data: Path) -> None:
     (run,) = json.loads(dapo("ls", "--json", data=data).stdout)
     assert (run["run"], run["steps"]) == ("small", 2)

@@ -13,7 +13,7 @@ from small_run import SMALL, run
 
 from pipeline import artifacts, runs
 from pipeline.runner import Outdated
-from stages import tables
+from stages import state, tables
 from stages.errors import InputError, Shortage
 
 STEPS = 2
@@ -235,6 +235,19 @@ def test_only_the_newest_weights_are_kept_when_asked(data: Path) -> None:
     assert whole == ["step_0010", "step_0011"]
     assert runs.verify(data / "runs" / "small") == (len(digests(data)), [])
     assert run(data, ["schedule.steps=11", "evaluate.n=1"], force=True) == []
+
+
+def test_milestones_keep_their_weights_and_the_newest_its_optimizer(data: Path) -> None:
+    keep = ["schedule.keep_policies=1", "schedule.keep_every=2", "schedule.keep_optimizers=1"]
+    run(data, ["schedule.steps=5", "evaluate.n=1", *keep], force=True)
+    updates = sorted((data / "runs" / "small").glob("step_*/update"))
+    weights = [p.parent.name for p in updates if (p / "model.safetensors").exists()]
+    assert weights == ["step_0002", "step_0004", "step_0005"]
+    states = [runs.state(artifacts.load(path)) for path in updates]
+    assert states == ["retired", "trimmed", "retired", "trimmed", "whole"]
+    assert (data / "runs" / "small" / "latest").read_text() == "step_0005/update"
+    with pytest.raises(InputError, match="not an optimizer state"):
+        state.load(updates[3], {})  # nothing starts the optimizer afresh in silence
 
 
 def test_a_run_directory_in_use_is_refused(data: Path) -> None:
