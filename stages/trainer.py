@@ -176,8 +176,10 @@ class Trainer:
         """
         from stages import state
 
-        weights = ranks.full_weights(self.model)
-        if weights is not None:
+        # of the scorer, the root of what is sharded: a forward pass may leave its own part whole
+        whole = ranks.full_weights(self.scorer)
+        if whole is not None:
+            weights = {name.removeprefix("model."): weight for name, weight in whole.items()}
             adapter.save(self.model, weights, out, like=like)
         moments = {
             name: {kind: self.optimizer.state[p][kind] for kind in ("exp_avg", "exp_avg_sq")}
