@@ -240,6 +240,10 @@ def _new(kind: str) -> type[Engine]:
         from stages.engine_vllm import VLLM
 
         return VLLM
+    if kind == "endpoint":
+        from stages.engine_endpoint import Endpoint
+
+        return Endpoint
     from stages.engine_hf import HuggingFace
 
     return HuggingFace

@@ -36,7 +36,7 @@ class Sampling(Settings):
     cut off has none.
     """
 
-    engine: Literal["vllm", "hf"] = "vllm"
+    engine: Literal["vllm", "hf", "endpoint"] = "vllm"
     n: int = Field(8, ge=1)  # responses per prompt
     max_tokens: int = Field(1024, ge=1)  # of a response, end token included
     context: int | None = Field(None, ge=2)  # prompt + response; default: what the model allows

@@ -37,6 +37,8 @@ class Machine(Settings):
     kv_cache_gib: int = Field(1, ge=1)  # on CPU
     max_num_seqs: int = Field(512, ge=1)  # sequences that are sampled at once
     enforce_eager: bool = True
+    # of rollout=endpoint: a server's address, without /v1; its key is no setting, see the engine
+    endpoint: str | None = Field(None, pattern=r"^https?://[^/@]+(/[^@]*)?$")
     # |engine - trainer| log-prob, in nats, that a token of a policy's probe may have
     max_probe_gap: float = Field(1e-3, gt=0)
     # what the engine does while the trainer works. Unless both stay, only one of them has memory on
