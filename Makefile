@@ -13,7 +13,7 @@ demo: .venv/installed
 	$(BIN)/dapo train experiment=demo
 
 test: .venv/installed lint
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist loadfile
 
 lint: .venv/installed
 	$(BIN)/ruff check .
@@ -21,9 +21,11 @@ lint: .venv/installed
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
-# compares with TRL, which gets an environment of its own in tests/bench/.venv; about 8 minutes
+# the update beside TRL's (which gets an environment of its own in tests/bench/.venv), and sampling
+# beside bare vLLM: about 10 minutes
 bench: .venv/installed
 	$(BIN)/python tests/bench/update.py
+	$(BIN)/python tests/bench/rollout.py
 
 .venv/installed: requirements-cpu.txt pyproject.toml
 	$(PYTHON) -m venv .venv
