@@ -35,6 +35,7 @@ HEADLINES = {
 SHOWN_ITEMS, SHOWN_LETTERS = 6, 120
 DRY = "Only the loss, without a step, beside what it was: of update."
 UPDATED = "With --dry: the policy that an update made, for the new log-probs."
+REQUIRED = inspect.Parameter.empty
 NOTHING_TRAINED = 3  # exit code of an update whose batch had no token to learn from
 
 out = Console()
@@ -244,7 +245,7 @@ def _stage_command(stage: str) -> None:
             _comparison(dry_update(load(), settings, updated=updated, inputs=given))
             return
         if out is None:
-            raise InputError("--out DIR is required: where the artifact is to be written")
+            raise InputError("give --out DIR, where the policy is to be written, or --dry")
         with _progress(), runner.Runner(settings.machine) as run:
             made, served = run.run(
                 stage, out=out.absolute(), config=getattr(settings, stage), inputs=given
@@ -254,42 +255,38 @@ def _stage_command(stage: str) -> None:
             _say("nothing to train on: no response of the batch carries a token; weights unchanged")
             raise typer.Exit(NOTHING_TRAINED)
 
-    def parameter(name: str, kind: Any, default: Any) -> inspect.Parameter:
-        return inspect.Parameter(
-            name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind
-        )
-
     example = " ".join(f"--{i.name} PATH" for i in inputs if i.required)
     command.__doc__ = f"""{runner.purpose(stage)}
 
     Example: dapo {stage} {example} --out DIR
     """
+    options = [*map(_input_option, inputs), *_output_options(stage)]
     command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [
-            *(
-                parameter(
-                    i.name,
-                    Annotated[
-                        list[Path] if i.several else Path if i.required else Path | None,
-                        typer.Option(f"--{i.name}", help="Once per round." if i.several else None),
-                    ],
-                    inspect.Parameter.empty if i.required else None,
-                )
-                for i in inputs
-            ),
-            parameter("out", Annotated[Path | None, typer.Option(help="Must not exist.")], None),
-            *(
-                [
-                    parameter("dry", Annotated[bool, typer.Option("--dry", help=DRY)], False),
-                    parameter("updated", Annotated[Path | None, typer.Option(help=UPDATED)], None),
-                ]
-                if stage == "update"
-                else []
-            ),
-            parameter("overrides", Overrides, None),
-        ]
+        [*options, _parameter("overrides", Overrides, None)]
     )
     app.command(stage, rich_help_panel="Stages, each on saved data and without Prefect")(command)
+
+
+def _input_option(of: runner.StageInput) -> inspect.Parameter:
+    kind: Any = list[Path] if of.several else Path if of.required else Path | None
+    option = typer.Option(f"--{of.name}", help="Once per round." if of.several else None)
+    return _parameter(of.name, Annotated[kind, option], REQUIRED if of.required else None)
+
+
+def _output_options(stage: str) -> list[inspect.Parameter]:
+    """Where to; an update may also be dry."""
+    out = typer.Option(help="Must not exist.")
+    if stage != "update":
+        return [_parameter("out", Annotated[Path, out], REQUIRED)]
+    return [
+        _parameter("out", Annotated[Path | None, out], None),
+        _parameter("dry", Annotated[bool, typer.Option("--dry", help=DRY)], False),
+        _parameter("updated", Annotated[Path | None, typer.Option(help=UPDATED)], None),
+    ]
+
+
+def _parameter(name: str, kind: Any, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
 
 
 for _stage in runner.STAGES:

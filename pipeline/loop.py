@@ -235,7 +235,8 @@ def _point_latest(config: RunConfig, step: Step) -> None:
     """`latest` names the newest policy; never back, while a resumed run serves its old steps."""
     pointer = config.directory / LATEST
     newest = pointer.read_text() if pointer.exists() else ""
-    if newest <= (ours := f"{step_name(step.number)}/update"):
+    ours = f"{step_name(step.number)}/update"
+    if (len(newest), newest) <= (len(ours), ours):  # step_10000 is after step_9999
         artifacts.write_durably(pointer, ours)
 
 

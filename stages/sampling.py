@@ -117,26 +117,17 @@ def sample(
         temperature=pl.lit(config.temperature, pl.Float32),
         policy=pl.lit(policy.digest(policy_path)),
     )
-    shards = Shards(partial)
-    recovered = shards.recovered(requests)
-    left = requests.join(recovered, on="response_id", how="anti", maintain_order="left")
-    metrics: dict[str, float] = {"recovered": len(recovered), "generated": 0}
-    found = [recovered]
-    if not left.is_empty():
-        engine = engines.resident(config.engine, context=context, machine=machine)
-        metrics |= engine.load(policy_path).metrics()
-        gathering = Gathering(left, n=config.n, tokenizer=tokenizer, shards=shards)
-        found += gathering.generate(
-            engine,
-            [
-                engines.Request(ids, seed, min(config.max_tokens, context - len(ids)))
-                for ids, seed in left.select("prompt_ids", "seed").iter_rows()
-            ],
-            config.decoding,
-            time_limit_s=time_limit_s,
-        )
-        metrics |= gathering.metrics()
-    rows = pl.concat(found).join(
+    found, metrics = _responses(
+        requests,
+        context=context,
+        tokenizer=tokenizer,
+        policy_path=policy_path,
+        config=config,
+        machine=machine,
+        shards=Shards(partial),
+        time_limit_s=time_limit_s,
+    )
+    rows = found.join(
         requests.select("response_id", _position=pl.int_range(pl.len())), on="response_id"
     )
     late = usable.join(rows, on="group_id", how="anti", maintain_order="left")
@@ -146,6 +137,35 @@ def sample(
         )
     late = late.select("group_id", "prompt_id", reason=pl.lit("time_limit"))
     return Sampled(rows.sort("_position").drop("_position"), pl.concat([skipped, late]), metrics)
+
+
+def _responses(
+    requests: pl.DataFrame,
+    *,
+    context: int,
+    tokenizer: "policy.Tokenizer",
+    policy_path: Path,
+    config: Sampling,
+    machine: Machine,
+    shards: Shards,
+    time_limit_s: float | None,
+) -> tuple[pl.DataFrame, dict[str, float]]:
+    """The rows of all complete groups, from the shards or from the engine; and its metrics."""
+    recovered = shards.recovered(requests)
+    left = requests.join(recovered, on="response_id", how="anti", maintain_order="left")
+    metrics: dict[str, float] = {"recovered": len(recovered), "generated": 0}
+    if left.is_empty():
+        return recovered, metrics
+    engine = engines.resident(config.engine, context=context, machine=machine)
+    metrics |= engine.load(policy_path).metrics()
+    gathering = Gathering(left, n=config.n, tokenizer=tokenizer, shards=shards)
+    asked = [
+        engines.Request(ids, seed, min(config.max_tokens, context - len(ids)))
+        for ids, seed in left.select("prompt_ids", "seed").iter_rows()
+    ]
+    generated = gathering.generate(engine, asked, config.decoding, time_limit_s=time_limit_s)
+    rows = pl.concat([recovered, *generated])
+    return rows, metrics | gathering.metrics()
 
 
 def _tokenize(

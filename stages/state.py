@@ -64,21 +64,37 @@ def load(path: Path, parameters: Mapping[str, Tensor]) -> tuple[Moments, dict[st
     directory = path / DIRECTORY
     if not directory.exists():
         return {}, {}
+    with _understood(directory) as stored:
+        kinds = (key.split(".", 1) for key in stored)
+        names = sorted({name for kind, name in kinds if kind in MOMENTS})  # as on every rank
+        moments: Moments = {}
+        for name in names:
+            _check(directory, name, [stored[f"{kind}.{name}"] for kind in MOMENTS], parameters)
+            like = parameters[name].detach()
+            moments[name] = {kind: torch.empty_like(like) for kind in MOMENTS}
+        _read(
+            directory, {f"{kind}.{name}": moments[name][kind] for name in names for kind in MOMENTS}
+        )
+    return {name: moments[name] for name in parameters if name in moments}, counters(path)
+
+
+def counters(path: Path) -> dict[str, int]:
+    """The counters alone, of any parameters; {} if there are none. Raises as `load` does."""
+    directory = path / DIRECTORY
+    if not directory.exists():
+        return {}
+    with _understood(directory) as stored:
+        keys = [key for key in stored if key.startswith(f"{COUNTER}.")]
+        found = {key: torch.tensor(0) for key in keys}
+        _read(directory, found)
+    return {key.partition(".")[2]: int(value) for key, value in found.items()}
+
+
+@contextmanager
+def _understood(directory: Path) -> Iterator[dict[str, Any]]:
+    """What is stored, by key; whatever does not fit in the block is an `InputError`."""
     try:
-        stored = _Reader(directory).read_metadata().state_dict_metadata
-        kinds = {key: tuple(key.split(".", 1)) for key in stored}
-        found = {name for kind, name in kinds.values() if kind in MOMENTS}
-        state: dict[str, Any] = {
-            key: torch.tensor(0) for key, (kind, _) in kinds.items() if kind == COUNTER
-        }
-        for name in found:
-            pair = {kind: stored[f"{kind}.{name}"] for kind in MOMENTS}
-            _check(directory, name, pair, parameters)
-            state |= {
-                f"{kind}.{name}": torch.empty_like(parameters[name].detach()) for kind in MOMENTS
-            }
-        with _plain() as alone:
-            checkpoint.load(state, storage_reader=_Reader(directory), no_dist=alone)
+        yield _Reader(directory).read_metadata().state_dict_metadata
     except InputError:
         raise
     except Exception as error:  # unpickling meets whatever there is
@@ -87,35 +103,17 @@ def load(path: Path, parameters: Mapping[str, Tensor]) -> tuple[Moments, dict[st
             f"({type(error).__name__}: {error}); "
             "restore it, or remove it to start the optimizer afresh"
         ) from error
-    moments = {
-        name: {kind: state[f"{kind}.{name}"] for kind in MOMENTS}
-        for name in parameters
-        if name in found
-    }
-    counters = {name: int(state[key]) for key, (kind, name) in kinds.items() if kind == COUNTER}
-    return moments, counters
 
 
-def counters(path: Path) -> dict[str, int]:
-    """The counters alone, of any parameters."""
-    directory = path / DIRECTORY
-    if not directory.exists():
-        return {}
-    state: dict[str, Any] = {
-        key: torch.tensor(0)
-        for key in _Reader(directory).read_metadata().state_dict_metadata
-        if key.startswith(f"{COUNTER}.")
-    }
+def _read(directory: Path, state: dict[str, Any]) -> None:
+    """Fill the tensors of `state` with what is stored under their keys."""
     with _plain() as alone:
         checkpoint.load(state, storage_reader=_Reader(directory), no_dist=alone)
-    return {key.partition(".")[2]: int(value) for key, value in state.items()}
 
 
-def _check(
-    directory: Path, name: str, pair: dict[str, Any], parameters: Mapping[str, Tensor]
-) -> None:
+def _check(directory: Path, name: str, pair: list[Any], parameters: Mapping[str, Tensor]) -> None:
     """Raise `InputError` unless there is such a parameter, of the shape of its moments."""
-    for moment in pair.values():
+    for moment in pair:
         if not isinstance(moment, TensorStorageMetadata):
             raise TypeError(f"{name} has moments that are no tensors")
         if name not in parameters or parameters[name].shape != moment.size:

@@ -9,7 +9,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -18,6 +18,7 @@ from stages import policy as policies
 from stages.errors import InputError
 from stages.responses import Response, flat, micro_batches, rows_of
 from stages.settings import Machine, Settings
+from stages.statistics import Micro, Part, described, summarised
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -85,13 +86,6 @@ class Config(Settings):
                     f"got tis={self.tis} and [{low}, {high}]"
                 )
         return self
-
-
-class Micro(NamedTuple):
-    """One forward pass. A filler, without weight, keeps a rank in step with the others."""
-
-    responses: list[Response]
-    filler: bool
 
 
 @dataclass(eq=False)
@@ -299,7 +293,7 @@ class Trainer:
             **described(mini_batch.responses),
         }
 
-    def backward(self, micro: Micro, mini_batch: MiniBatch) -> "Part":
+    def backward(self, micro: Micro, mini_batch: MiniBatch) -> Part:
         """Add the gradient of one micro-batch's share of the loss; what its tokens went through."""
         import torch
 
@@ -352,48 +346,6 @@ class Trainer:
         return tokens
 
 
-@dataclass(eq=False)
-class Part:
-    """What one micro-batch added to the loss, and its tokens' numbers, each [N]."""
-
-    micro: Micro
-    loss: "Tensor"
-    tokens: "dict[str, Tensor]"
-
-    def blamed(self) -> list[str]:
-        """The responses with a log-prob or a loss that is not a finite number."""
-        finite = self.tokens["loss"].isfinite() & self.tokens["new_logprob"].isfinite()
-        rows = set(self.tokens["row"][~finite].tolist())
-        return [r.response_id for i, r in enumerate(self.micro.responses) if i in rows]
-
-    def record(self, optimizer_step: int) -> list[dict[str, Any]]:
-        """A row of `tokens` for each response."""
-        if self.micro.filler:
-            return []
-        lengths = [len(r.response_ids) for r in self.micro.responses]
-        columns = {
-            column: [part.tolist() for part in self.tokens[name].cpu().split(lengths)]
-            for column, name in TOKEN_COLUMNS.items()
-        }
-        return [
-            {"response_id": response.response_id, "optimizer_step": optimizer_step}
-            | {column: values[i] for column, values in columns.items()}
-            for i, response in enumerate(self.micro.responses)
-        ]
-
-
-TOKEN_COLUMNS = {
-    "old_logprobs": "old_logprob",
-    "new_logprobs": "new_logprob",
-    "entropies": "entropy",
-    "ratios": "ratios",
-    "clipped_low": "clipped_low",
-    "clipped_high": "clipped_high",
-    "clipped_dual": "clipped_dual",
-    "weights": "weight",
-}
-
-
 def scorer_of(policy: Path, *, config: Config, machine: Machine, frozen: bool = False) -> "Any":
     """The policy as a `Scorer`, sharded over the ranks; with its adapters, unless `frozen`."""
     from stages.logprobs import Scorer
@@ -418,64 +370,6 @@ def scorer_of(policy: Path, *, config: Config, machine: Machine, frozen: bool = 
         return scorer
 
     return ranks.sharded(load, wrap, machine)
-
-
-def summarised(parts: list[Part], *, cap: float) -> dict[str, float]:
-    """The loss, and means and extremes over the tokens that count, of the whole mini-batch.
-
-    k1 and k3 estimate KL(π_old ‖ π_new) on samples of π_old; clip fractions are shares of all
-    tokens, `importance_capped` of those whose weight is the cap.
-    """
-    import torch
-
-    real = [part for part in parts if not part.micro.filler]
-
-    def every(name: str) -> "Tensor":
-        each = [part.tokens[name][part.tokens["counts"]] for part in real]
-        return torch.cat([*each, torch.empty(0, device=parts[0].loss.device)]).double()
-
-    old, new, ratios = every("old_logprob"), every("new_logprob"), every("ratios")
-    means = {
-        "entropy": every("entropy"),
-        "clip_fraction_low": every("clipped_low"),
-        "clip_fraction_high": every("clipped_high"),
-        "clip_fraction_dual": every("clipped_dual"),
-        "ratio_mean": ratios,
-        "kl_k1": dapo.divergence(old, new, "k1"),
-        "kl_k3": dapo.divergence(old, new, "k3"),
-        "importance_mean": every("importance"),
-        "importance_capped": (every("importance") >= cap).double(),
-    }
-    if "kl_reference" in parts[0].tokens:
-        means["kl_reference"] = every("kl_reference")
-    loss = sum((part.loss.double() for part in real), ratios.new_zeros(()))
-    sums = [loss, ratios.new_tensor(len(ratios)), *(tokens.sum() for tokens in means.values())]
-    loss, count, *totals = ranks.total(torch.stack(sums)).tolist()
-    ends = (
-        torch.stack([ratios.min(), -ratios.max()])
-        if len(ratios)
-        else ratios.new_full((2,), math.inf)
-    )
-    low, high = ranks.smallest(ends).tolist()
-    return {
-        "loss": loss,
-        "ratio_min": low,
-        "ratio_max": -high,
-        **{name: value / max(count, 1.0) for name, value in zip(means, totals, strict=True)},
-    }
-
-
-def described(responses: list[Response]) -> dict[str, float]:
-    """Of a mini-batch: lengths in tokens, the gap to the sampler, and what importance dropped."""
-    lengths = [len(r.response_ids) for r in responses]
-    gaps = flat([r.sampler_logprobs - r.old_logprobs for r in responses]).double().abs()
-    return {
-        "length_mean": sum(lengths) / len(lengths),
-        "length_max": max(lengths),
-        "gap_mean": gaps.mean().item(),
-        "gap_max": gaps.max().item(),
-        "importance_dropped": 1 - flat([r.counts for r in responses]).double().mean().item(),
-    }
 
 
 def scored(scorer: "Any", micros: list[Micro], responses: list[Response]) -> "list[Tensor]":

@@ -47,11 +47,10 @@ def run(
     when numbers that are not finite cost more than `max_skipped` of the steps, or reach a weight;
     `ranks.RankDied` when one of several processes ends without an answer.
     """
-    rows = _checked(batch, policy, reference, config)
-    arguments = {"policy": policy, "out": out, "config": config, "machine": machine}
-    if rows.is_empty():
-        return _unchanged(policy, out)
-    return ranks.launch(train, {"batch": batch, "reference": reference, **arguments}, machine)
+    policies.check(policy)
+    _check_reference(config, reference)
+    paths = {"batch": batch, "policy": policy, "reference": reference, "out": out}
+    return ranks.launch(train, {**paths, "config": config, "machine": machine}, machine)
 
 
 def train(
@@ -63,8 +62,10 @@ def train(
     config: Config,
     machine: Machine,
 ) -> dict[str, float]:
-    """What every rank does; the main one writes and returns the metrics that count."""
+    """What every rank does; the first one writes, and its metrics count."""
     rows = trainable(read(batch), mask_truncated=config.mask_truncated)
+    if rows.is_empty():
+        return _unchanged(policy, out)
     total = config.epochs * math.ceil(len(rows) / config.mini_batch)
     trainer = Trainer.of(policy, config=config, machine=machine)
     check_schedule(config, done=trainer.done, ahead=total)
@@ -106,8 +107,9 @@ def dry(
     made of it (default: `policy` itself, and every ratio is 1). A row per metric, a column per
     config: loss, gradient norm before it is clipped, clip fractions, ratios, divergences, weights.
     """
+    policies.check(policy)
     for config in configs.values():
-        _checked(batch, policy, reference if config.kl != "off" else None, config)
+        _check_reference(config, None if config.kl == "off" else reference)
     paths = {"batch": batch, "policy": policy, "updated": updated, "reference": reference}
     arguments = {**paths, "configs": dict(configs), "machine": machine}
     columns = ranks.launch(_counterfactuals, arguments, machine)
@@ -129,15 +131,23 @@ def _counterfactuals(
 ) -> dict[str, dict[str, float]]:
     """Loss and statistics under each config; the log-probs before the update are computed once."""
     rows, first = read(batch), next(iter(configs.values()))
+    counted = {n: trainable(rows, mask_truncated=c.mask_truncated) for n, c in configs.items()}
+    if empty := [name for name, counts in counted.items() if counts.is_empty()]:
+        raise InputError(f"{batch}: no response carries a token under the settings '{empty[0]}'")
+
+    def trainer(path: Path) -> Trainer:  # without its optimizer, which makes no step
+        scorer = scorer_of(path, config=first, machine=machine)
+        return Trainer(scorer, config=first, machine=machine)
+
     responses = responses_of(trainable(rows, mask_truncated=False))
-    before = Trainer.of(policy, config=first, machine=machine)
+    before = trainer(policy)
     whole = MiniBatch(responses, before.dealt(responses))
     before.recompute_old([whole], _reference(reference, first, machine))
-    after = before if updated is None else Trainer.of(updated, config=first, machine=machine)
+    after = before if updated is None else trainer(updated)
     found = {}
     for name, config in configs.items():
         after.config = config
-        ids = set(trainable(rows, mask_truncated=config.mask_truncated)["response_id"])
+        ids = set(counted[name]["response_id"])
         chosen = [r for r in responses if r.response_id in ids]
         after.weigh_importance(chosen)
         row = after.gradient(MiniBatch(chosen, after.dealt(chosen)))
@@ -145,15 +155,12 @@ def _counterfactuals(
     return found
 
 
-def _checked(batch: Path, policy: Path, reference: Path | None, config: Config) -> pl.DataFrame:
-    """The rows that carry tokens, once all that needs no model has been checked."""
-    policies.check(policy)
+def _check_reference(config: Config, reference: Path | None) -> None:
     if (config.kl != "off") != (reference is not None):
         raise InputError(
             f"kl={config.kl}, and {'no' if reference is None else 'a'} reference policy is given: "
             "the divergence needs both (--reference DIR update.kl=k3)"
         )
-    return trainable(read(batch), mask_truncated=config.mask_truncated)
 
 
 def _check_vocabulary(rows: pl.DataFrame, trainer: Trainer, policy: Path) -> None:
@@ -187,8 +194,9 @@ def _reference(path: Path | None, config: Config, machine: Machine) -> Any:
 def _unchanged(policy: Path, out: Path) -> dict[str, float]:
     from stages import state
 
-    policies.copy(policy, out)
-    _write(out, [], None)
+    if ranks.rank() == 0:
+        policies.copy(policy, out)
+        _write(out, [], None)
     done = state.counters(policy).get("optimizer_steps", 0)
     return {"optimizer_steps": 0.0, "total_optimizer_steps": float(done), "tokens": 0.0}
 
