@@ -1,7 +1,10 @@
 """The training loop under Prefect: every stage a task, every step a page in the UI."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import copy_context
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,18 +21,22 @@ for _name, _value in {
 }.items():
     os.environ.setdefault(_name, _value)
 
-from prefect import flow, get_run_logger, task
+from prefect import flow, get_run_logger, runtime, task
 from prefect.artifacts import create_markdown_artifact, create_table_artifact
 from prefect.cache_policies import NO_CACHE
+from prefect.futures import PrefectFuture, wait
 from prefect.states import Completed, State
+from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 from prefect.utilities.annotations import opaque, quote
 
-from pipeline import guard, loop, summary
+from pipeline import guard, loop, parts, summary
 from pipeline.artifacts import Artifact
 from pipeline.config import composed
 from pipeline.loop import Inputs, Step
 from pipeline.runner import Runner
-from stages.settings import Settings
+from pipeline.worker import StageTimeout
+from stages.errors import InputError
+from stages.settings import Machine, Settings
 
 
 @flow(name="train")
@@ -40,7 +47,11 @@ def train(overrides: list[str] | None = None, force: bool = False) -> str:
         overrides: Hydra overrides, such as `experiment=demo` or `update.lr=1e-4`.
         force: rebuild artifacts of other settings instead of refusing them.
     """
-    with loop.opened(composed(overrides or []), force=force) as (config, runner):
+    with (
+        loop.opened(composed(overrides or []), force=force) as (config, runner),
+        _task_runner(config.machine) as task_runner,
+    ):
+        runner.spread = _as_parts(task_runner, config.machine)
         evaluation = loop.train(
             config, _as_tasks(runner), stepped=lambda step: _publish(config.run, step)
         )
@@ -80,6 +91,70 @@ def _as_tasks(runner: Runner) -> loop.Execute:
         return cast(Artifact, state.result())
 
     return execute
+
+
+@task(task_run_name="{label}", cache_policy=NO_CACHE, persist_result=False)
+def run_part(label: str, work: Callable[[], parts.Metrics]) -> parts.Metrics:
+    """What one of several engines samples, as a task beside its stage's."""
+    return work()
+
+
+def _as_parts(task_runner: TaskRunner[Any], machine: Machine) -> parts.Spread:
+    """Spread a stage's parts as tasks, on threads that wait for our workers or on Ray's workers."""
+    # Prefect sends the context with a task; that of a stage's task holds what only lives here
+    flow_context = copy_context()
+
+    def submit(label: str, work: Callable[[], parts.Metrics]) -> PrefectFuture[parts.Metrics]:
+        with _gpus(machine):
+            return task_runner.submit(run_part, parameters={"label": label, "work": work})
+
+    def spread(run: parts.Run, jobs: Sequence[parts.Job]) -> list[parts.Metrics]:
+        if machine.task_runner == "ray":
+            run = parts.in_this_process
+        labels = [f"{runtime.task_run.name} / engine-{job.engine}" for job in jobs]
+        futures = [
+            # a partial is opaque: what else a parameter holds, Prefect takes apart and rebuilds
+            flow_context.run(submit, label, partial(run, job))
+            for label, job in zip(labels, jobs, strict=True)
+        ]
+        late = wait(futures, timeout=machine.stage_timeout_s).not_done
+        if late and machine.task_runner == "ray":  # our own workers have this limit themselves
+            raise StageTimeout(
+                f"{len(late)} of {len(jobs)} engines took longer than {machine.stage_timeout_s} s"
+            )
+        return [future.result() for future in futures]
+
+    return spread
+
+
+@contextmanager
+def _task_runner(machine: Machine) -> Iterator[TaskRunner[Any]]:
+    """What runs a stage's parts: threads, or the Ray cluster at RAY_ADDRESS, or one made here."""
+    if machine.task_runner == "threads":
+        threads: TaskRunner[Any] = ThreadPoolTaskRunner(max_workers=machine.engines)
+        with threads:
+            yield threads
+        return
+    try:
+        from prefect_ray import RayTaskRunner
+    except ImportError as error:
+        raise InputError(
+            f"machine.task_runner=ray: {error}; install the extra, pip install 'dapo-pipeline[ray]'"
+        ) from error
+    with RayTaskRunner(init_kwargs={"include_dashboard": False, "log_to_driver": False}) as ray:
+        yield ray
+
+
+@contextmanager
+def _gpus(machine: Machine) -> Iterator[None]:
+    """What is submitted to Ray in the block gets GPUs of its own."""
+    if (machine.task_runner, machine.device) != ("ray", "cuda"):
+        yield
+        return
+    from prefect_ray.context import remote_options
+
+    with remote_options(num_gpus=machine.tensor_parallel_size * machine.pipeline_parallel_size):
+        yield
 
 
 def _publish(run: str, step: Step) -> None:

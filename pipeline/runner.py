@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -10,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, get_args
 
-from pipeline import artifacts
+from pipeline import artifacts, guard, parts
 from pipeline.artifacts import Artifact, Recipe
 from pipeline.worker import Worker, WorkerDied
 from stages import progress
@@ -32,6 +33,7 @@ STAGES = (
 # torch and vLLM live in processes of their own; the other stages run where they are called
 PROCESS = {"warmstart": "trainer", "update": "trainer", "rollout": "engine", "evaluate": "engine"}
 PARTIAL = "partial"  # the parameter of a stage that keeps what is finished for the next attempt
+GATHERED = "gathered"  # and the one that says that engines have sampled all into it
 
 
 class Outdated(InputError):
@@ -58,7 +60,7 @@ def stage_inputs(stage: str) -> list[StageInput]:
             required=p.default is inspect.Parameter.empty,
         )
         for p in parameters
-        if p.name not in ("out", "config", "machine", PARTIAL)
+        if p.name not in ("out", "config", "machine", PARTIAL, GATHERED)
     ]
 
 
@@ -78,8 +80,16 @@ class Runner:
     def __init__(self, machine: Machine, *, logs: Path | None = None, force: bool = False) -> None:
         self.machine = machine
         self.force = force
+        self.spread: parts.Spread = parts.in_threads  # who runs a stage's parts
         self._workers = {
-            name: Worker(logs and logs / f"{name}.log") for name in set(PROCESS.values())
+            "trainer": [Worker(logs and logs / "trainer.log")],
+            "engine": [
+                Worker(
+                    logs and logs / (f"engine-{index}.log" if index else "engine.log"),
+                    environment=_devices(machine, index),
+                )
+                for index in range(machine.engines)
+            ],
         }
 
     def __enter__(self) -> Self:
@@ -95,8 +105,8 @@ class Runner:
 
     def close(self) -> None:
         """End the worker processes."""
-        for worker in self._workers.values():
-            worker.close()
+        for process in self._workers:
+            self._close(process)
 
     def run(
         self, stage: str, *, out: Path, config: Settings, inputs: Mapping[str, Input]
@@ -155,25 +165,83 @@ class Runner:
     def _call(self, stage: str, arguments: dict[str, Any]) -> dict[str, float]:
         if stage not in PROCESS:
             return _module(stage).run(**arguments)
+        process = PROCESS[stage]
         if self.machine.engine_between != "stay":
-            self._make_room(PROCESS[stage])
-        return self._workers[PROCESS[stage]].call(
+            self._make_room(process)
+        metrics: dict[str, float] = {}
+        if process == "engine" and self.machine.engines > 1:
+            metrics = self._in_parts(stage, arguments)
+            arguments = {**arguments, GATHERED: True}
+        made = self._workers[process][0].call(
             stage,
             arguments,
             listener=progress.listener.get(),
             timeout_s=self.machine.stage_timeout_s,
         )
+        return made | metrics
+
+    def _in_parts(self, stage: str, arguments: dict[str, Any]) -> dict[str, float]:
+        """Have each engine sample some of the stage's groups; they are in its `partial` then.
+
+        When one fails the others still finish theirs, and then its error is raised.
+        """
+        from stages.sampling import Part
+
+        told = parts.Progress(progress.listener.get())
+
+        def run(job: parts.Job) -> dict[str, float]:
+            return self._workers["engine"][job.engine].call(
+                job.stage,
+                job.arguments,
+                function="run_part",
+                listener=told.of(job.engine),
+                timeout_s=self.machine.stage_timeout_s,
+            )
+
+        given = {name: value for name, value in arguments.items() if name != "out"}
+        count = self.machine.engines
+        jobs = [
+            parts.Job(stage, {**given, "part": Part(engine, count)}, engine)
+            for engine in range(count)
+        ]
+        guard.install()  # once, before threads start workers
+        try:
+            return parts.joined(self.spread(run, jobs))
+        except Exception:
+            raise
+        except BaseException:  # Ctrl-C: nobody awaits what the engines are at
+            self._close("engine")
+            raise
+
+    def _close(self, process: str) -> None:
+        for worker in self._workers[process]:
+            worker.close()
 
     def _make_room(self, process: str) -> None:
-        """Have the other worker give back what it holds on the device that they share."""
-        for name, worker in self._workers.items():
-            if name == process or not worker.running:
-                continue
-            if name == "engine" and self.machine.engine_between == "sleep":
+        """Have the other workers give back what they hold on the devices that they share."""
+        other = "trainer" if process == "engine" else "engine"
+        if other == "trainer" or self.machine.engine_between == "exit":
+            self._close(other)
+            return
+        for worker in self._workers[other]:
+            if worker.running:
                 with suppress(WorkerDied):  # then it holds nothing
                     worker.call("engines", {}, function="sleep")
-            else:
-                worker.close()
+
+
+def _devices(machine: Machine, index: int) -> dict[str, str]:
+    """The environment that gives an engine GPUs of its own, where there are several engines."""
+    if machine.device != "cuda" or machine.engines == 1:
+        return {}
+    each = machine.tensor_parallel_size * machine.pipeline_parallel_size
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = visible.split(",") if visible else [str(gpu) for gpu in range(machine.engines * each)]
+    if len(gpus) < machine.engines * each:
+        raise InputError(
+            f"machine.engines={machine.engines} with {each} GPU(s) each need "
+            f"{machine.engines * each}, and CUDA_VISIBLE_DEVICES={visible} names {len(gpus)}"
+        )
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus[index * each : (index + 1) * each])}
 
 
 def accepts(found: Artifact, recipe: Recipe) -> bool:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -41,10 +41,14 @@ class Worker:
 
     Args:
         log: file for all that the child and its libraries print; None: the parent's stderr.
+        environment: variables that the child has beside the parent's.
     """
 
-    def __init__(self, log: Path | None = None) -> None:
+    def __init__(
+        self, log: Path | None = None, *, environment: Mapping[str, str] | None = None
+    ) -> None:
         self.log = log
+        self.environment = environment or {}
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
 
@@ -113,6 +117,7 @@ class Worker:
                     stdout=output,
                     stderr=output,
                     pass_fds=[theirs.fileno()],
+                    env={**os.environ, **self.environment},
                     start_new_session=True,
                 )
             self._connection = Connection(ours.detach())

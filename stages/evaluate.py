@@ -5,7 +5,7 @@ from pathlib import Path
 import polars as pl
 
 from stages import tables, verify
-from stages.sampling import Sampling, sample
+from stages.sampling import Part, Sampling, sample, sample_part
 from stages.settings import Machine
 from stages.shards import explained
 
@@ -22,6 +22,7 @@ def run(
     config: Config,
     machine: Machine,
     partial: Path | None = None,
+    gathered: bool = False,
 ) -> dict[str, float]:
     """Write `samples` (responses with verdicts) and `evaluations` (one row per prompt).
 
@@ -30,14 +31,16 @@ def run(
 
     Args:
         partial: a directory that keeps finished prompts if this fails, for the next attempt.
+        gathered: whether `run_part` has sampled every part into it.
     """
-    asked = tables.read_prompts(prompts).sort("prompt_id")
+    asked = _asked(prompts)
     rows, skipped, metrics = sample(
-        asked.select("prompt_id", "prompt", group_id="prompt_id"),
+        _groups(asked),
         policy_path=policy,
         config=config,
         machine=machine,
         partial=partial,
+        gathered=gathered,
     )
     judged = verify.judge_all(rows.lazy(), asked.lazy())
     samples = rows.join(judged.drop("length"), on="response_id", maintain_order="left")
@@ -65,3 +68,26 @@ def run(
         "tokens": int(samples["length"].sum()),
         **metrics,
     }
+
+
+def run_part(
+    *, prompts: Path, policy: Path, config: Config, machine: Machine, partial: Path, part: Part
+) -> dict[str, float]:
+    """Sample some of the prompts into `partial`, where `run` finds them."""
+    return sample_part(
+        _groups(_asked(prompts)),
+        part,
+        policy_path=policy,
+        config=config,
+        machine=machine,
+        partial=partial,
+    )
+
+
+def _asked(prompts: Path) -> pl.DataFrame:
+    return tables.read_prompts(prompts).sort("prompt_id")
+
+
+def _groups(asked: pl.DataFrame) -> pl.DataFrame:
+    """Each prompt is a group of its own."""
+    return asked.select("prompt_id", "prompt", group_id="prompt_id")

@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 
 from stages import tables
 from stages.errors import InputError
-from stages.sampling import Sampling, sample
+from stages.sampling import Part, Sampling, sample, sample_part
 from stages.settings import Machine
 from stages.shards import explained
 
@@ -39,27 +39,21 @@ def run(
     config: Config,
     machine: Machine,
     partial: Path | None = None,
+    gathered: bool = False,
 ) -> dict[str, float]:
     """Write `rollouts` (n rows per usable prompt) and `skipped` (the prompts that were not).
 
     Args:
         partial: a directory that keeps finished groups if this fails, for the next attempt.
+        gathered: whether `run_part` has sampled every part into it.
     """
-    chosen = tables.read(selection, "selection").select("group_id", "prompt_id")
-    asked = chosen.join(
-        tables.read_prompts(prompts).select("prompt_id", "prompt"),
-        on="prompt_id",
-        how="left",
-        maintain_order="left",
-    )
-    if lost := asked.filter(pl.col("prompt").is_null())["prompt_id"].to_list():
-        raise InputError(f"{selection}: prompt_id '{lost[0]}' is not in {prompts}")
     rows, skipped, metrics = sample(
-        asked,
+        _asked(selection, prompts),
         policy_path=policy,
         config=config,
         machine=machine,
         partial=partial,
+        gathered=gathered,
         time_limit_s=config.time_limit_s,
     )
     with explained(out):
@@ -74,3 +68,39 @@ def run(
         "truncated": tables.mean(rows["finish_reason"] == "length"),
         **metrics,
     }
+
+
+def run_part(
+    *,
+    selection: Path,
+    prompts: Path,
+    policy: Path,
+    config: Config,
+    machine: Machine,
+    partial: Path,
+    part: Part,
+) -> dict[str, float]:
+    """Sample some of the groups into `partial`, where `run` finds them."""
+    return sample_part(
+        _asked(selection, prompts),
+        part,
+        policy_path=policy,
+        config=config,
+        machine=machine,
+        partial=partial,
+        time_limit_s=config.time_limit_s,
+    )
+
+
+def _asked(selection: Path, prompts: Path) -> pl.DataFrame:
+    """The selected groups with their prompts."""
+    chosen = tables.read(selection, "selection").select("group_id", "prompt_id")
+    asked = chosen.join(
+        tables.read_prompts(prompts).select("prompt_id", "prompt"),
+        on="prompt_id",
+        how="left",
+        maintain_order="left",
+    )
+    if lost := asked.filter(pl.col("prompt").is_null())["prompt_id"].to_list():
+        raise InputError(f"{selection}: prompt_id '{lost[0]}' is not in {prompts}")
+    return asked

@@ -79,6 +79,13 @@ class Sampled(NamedTuple):
     metrics: dict[str, float]
 
 
+class Part(NamedTuple):
+    """The groups that one of several engines samples: `asked[start::step]`."""
+
+    start: int
+    step: int
+
+
 def sample(
     asked: pl.DataFrame,
     *,
@@ -86,6 +93,7 @@ def sample(
     config: Sampling,
     machine: Machine,
     partial: Path | None = None,
+    gathered: bool = False,
     time_limit_s: float | None = None,
 ) -> Sampled:
     """Sample `n` responses for every row of `asked` (group_id, prompt_id, prompt).
@@ -96,10 +104,82 @@ def sample(
     Args:
         partial: where finished groups are kept meanwhile; those of an earlier attempt are taken
             from there. Their rows are the same, since each response has its own seed.
+        gathered: all parts were sampled into `partial`; what it lacks was not complete in time.
 
     Raises `InputError` if no prompt is usable or no group is complete in time, `NonFinite` for
     log-probs that are no numbers, `RuntimeError` if the engine keeps giving requests up.
     """
+    found = _gather(
+        asked,
+        policy_path=policy_path,
+        config=config,
+        machine=machine,
+        partial=partial,
+        gathered=gathered,
+        time_limit_s=time_limit_s,
+    )
+    if found.usable.is_empty():
+        raise InputError(
+            f"none of the {len(asked)} prompts can be sampled from: "
+            f"{dict(found.skipped['reason'].value_counts().iter_rows())}; "
+            f"the context holds {found.context} tokens"
+        )
+    if found.rows.is_empty():
+        raise InputError(
+            f"time_limit_s={time_limit_s:g}: none of {len(found.usable)} groups was complete by "
+            "then"
+        )
+    late = found.usable.join(found.rows, on="group_id", how="anti", maintain_order="left")
+    late = late.select("group_id", "prompt_id", reason=pl.lit("time_limit"))
+    return Sampled(found.rows, pl.concat([found.skipped, late]), found.metrics)
+
+
+def sample_part(
+    asked: pl.DataFrame,
+    part: Part,
+    *,
+    policy_path: Path,
+    config: Sampling,
+    machine: Machine,
+    partial: Path,
+    time_limit_s: float | None = None,
+) -> dict[str, float]:
+    """Sample some of the groups and leave their rows in `partial`, for `sample` to find.
+
+    Returns what there is to record of the engine. Raises as `sample` does, but may find nothing.
+    """
+    return _gather(
+        asked[part.start :: part.step],
+        policy_path=policy_path,
+        config=config,
+        machine=machine,
+        partial=partial,
+        gathered=False,
+        time_limit_s=time_limit_s,
+    ).metrics
+
+
+class _Gathered(NamedTuple):
+    """The prompts that can be sampled from and those that cannot, and the rows of whole groups."""
+
+    usable: pl.DataFrame
+    skipped: pl.DataFrame
+    rows: pl.DataFrame  # sorted as asked
+    metrics: dict[str, float]
+    context: int
+
+
+def _gather(
+    asked: pl.DataFrame,
+    *,
+    policy_path: Path,
+    config: Sampling,
+    machine: Machine,
+    partial: Path | None,
+    gathered: bool,
+    time_limit_s: float | None,
+) -> _Gathered:
+    """Take what `partial` has, and unless all is `gathered` generate the rest."""
     tokenizer = policy.tokenizer(policy_path)
     context = policy.context_length(policy_path)
     if config.context is not None:
@@ -107,12 +187,6 @@ def sample(
     prepared = _tokenize(asked, tokenizer=tokenizer, context=context, template=config.template)
     skipped = prepared.drop_nulls("reason").select("group_id", "prompt_id", "reason")
     usable = prepared.filter(pl.col("reason").is_null()).drop("reason")
-    if usable.is_empty():
-        raise InputError(
-            f"none of the {len(asked)} prompts can be sampled from: "
-            f"{dict(skipped['reason'].value_counts().iter_rows())}; "
-            f"the context holds {context} tokens"
-        )
     requests = _requests(usable, config).with_columns(
         temperature=pl.lit(config.temperature, pl.Float32),
         policy=pl.lit(policy.digest(policy_path)),
@@ -125,18 +199,13 @@ def sample(
         config=config,
         machine=machine,
         shards=Shards(partial),
+        gathered=gathered,
         time_limit_s=time_limit_s,
     )
     rows = found.join(
         requests.select("response_id", _position=pl.int_range(pl.len())), on="response_id"
     )
-    late = usable.join(rows, on="group_id", how="anti", maintain_order="left")
-    if rows.is_empty():
-        raise InputError(
-            f"time_limit_s={time_limit_s:g}: none of {len(usable)} groups was complete by then"
-        )
-    late = late.select("group_id", "prompt_id", reason=pl.lit("time_limit"))
-    return Sampled(rows.sort("_position").drop("_position"), pl.concat([skipped, late]), metrics)
+    return _Gathered(usable, skipped, rows.sort("_position").drop("_position"), metrics, context)
 
 
 def _responses(
@@ -148,13 +217,14 @@ def _responses(
     config: Sampling,
     machine: Machine,
     shards: Shards,
+    gathered: bool,
     time_limit_s: float | None,
 ) -> tuple[pl.DataFrame, dict[str, float]]:
     """The rows of all complete groups, from the shards or from the engine; and its metrics."""
     recovered = shards.recovered(requests)
     left = requests.join(recovered, on="response_id", how="anti", maintain_order="left")
     metrics: dict[str, float] = {"recovered": len(recovered), "generated": 0}
-    if left.is_empty():
+    if left.is_empty() or gathered:
         return recovered, metrics
     engine = engines.resident(config.engine, context=context, machine=machine)
     metrics |= engine.load(policy_path).metrics()

@@ -37,6 +37,9 @@ class Machine(Settings):
     kv_cache_gib: int = Field(1, ge=1)  # on CPU
     max_num_seqs: int = Field(512, ge=1)  # sequences that are sampled at once
     enforce_eager: bool = True
+    # engines that share a round's groups, in a process each; on CUDA each with GPUs of its own
+    engines: int = Field(1, ge=1)
+    task_runner: Literal["threads", "ray"] = "threads"  # where they run: here, or on a Ray cluster
     # of rollout=endpoint: a server's address, without /v1; its key is no setting, see the engine
     endpoint: str | None = Field(None, pattern=r"^https?://[^/@]+(/[^@]*)?$")
     # |engine - trainer| log-prob, in nats, that a token of a policy's probe may have
@@ -54,4 +57,6 @@ class Machine(Settings):
                 "engine_between=sleep: vLLM's sleep mode gives GPU memory back, and there is none "
                 "on device=cpu; use stay, or exit to free main memory"
             )
+        if self.engine_between == "exit" and self.task_runner == "ray":
+            raise ValueError("engine_between=exit: Ray's workers end when Ray does; stay or sleep")
         return self

@@ -1,6 +1,7 @@
 """Finished groups on disk while a stage samples, so that a crash costs only what was unfinished."""
 
 import os
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -60,11 +61,11 @@ class Shards:
         (self.directory / TABLE).mkdir(parents=True, exist_ok=True)
         number = len(list((self.directory / TABLE).iterdir()))
         with explained(self.directory):
-            draft = self.directory / f"draft-{os.getpid()}"
+            draft = self.directory / f"draft-{writer()}"
             draft.mkdir(exist_ok=True)
             tables.write(draft, TABLE, rows)
             file = draft / TABLE / "part-00000.parquet"
-            file.rename(self.directory / TABLE / f"part-{number:05d}-{os.getpid()}.parquet")
+            file.rename(self.directory / TABLE / f"part-{number:05d}-{writer()}.parquet")
 
     def _readable(self) -> Iterator[pl.DataFrame]:
         """What can be read; a process that is killed may leave half a file."""
@@ -75,6 +76,11 @@ class Shards:
                 yield tables.read(file, TABLE)
             except InputError:
                 continue
+
+
+def writer() -> str:
+    """This process among all that write to one directory, from this machine or others."""
+    return f"{socket.gethostname()}-{os.getpid()}"
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import re
 import shutil
 import time
@@ -459,7 +458,7 @@ def test_a_full_disk_is_said_and_what_was_kept_before_stays(
 ) -> None:
     interrupted_after(1, policy, tmp_path)
     kept = sorted(tmp_path.rglob("part-*"))
-    full = tmp_path / f"draft-{os.getpid()}" / "rollouts" / "part-00000.parquet"
+    full = tmp_path / f"draft-{shards.writer()}" / "rollouts" / "part-00000.parquet"
     full.symlink_to("/dev/full")  # a device without room
     with pytest.raises(InputError, match=r"No space left.*Nothing was published.*make room"):
         sample(asked(*SUMS), policy_path=policy, config=CONFIG, machine=FEW, partial=tmp_path)
