@@ -299,7 +299,14 @@ def _progress() -> Iterator[None]:
     if not err.is_terminal:
         yield
         return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TaskID,
+        TextColumn,
+        TimeElapsedColumn,
+    )
 
     with Progress(
         TextColumn("{task.description}"),
@@ -309,10 +316,21 @@ def _progress() -> Iterator[None]:
         console=err,
         transient=True,
     ) as bar:
-        task = bar.add_task("", total=None)
+        rows: dict[str, TaskID] = {}  # of stages: one may sample while another trains
 
         def listen(done: int, total: int, note: str) -> None:
-            bar.update(task, completed=done, total=total, description=note)
+            stage = note.partition(":")[0]
+            if stage not in rows:
+                rows[stage] = bar.add_task(note, total=total)
+            elif not done:
+                bar.reset(rows[stage], total=total)
+            bar.update(
+                rows[stage],
+                completed=done,
+                total=total,
+                description=note,
+                visible=done < total,
+            )
 
         token = progress.listener.set(listen)
         try:

@@ -39,6 +39,8 @@ class Schedule(Settings):
     max_rounds: int = Field(4, ge=1)  # of generation per step
     on_shortage: Literal["fail", "train_short"] = "fail"
     evaluate_every: int = Field(0, ge=0)  # steps; 0: only before the first and after the last
+    # the first round of a step is sampled while the step before is updated, by the policy before
+    one_step_off: bool = False
     keep_policies: int | None = Field(None, ge=1)  # newest weights to keep; None: all
     keep_every: int | None = Field(None, ge=1)  # and those of every so many steps
     keep_optimizers: int | None = Field(None, ge=1)  # newest optimizer states; None: all
@@ -94,6 +96,8 @@ class RunConfig(Settings):
                 "prompts and heldout read the same source: give both the same split_fraction and "
                 "split_seed, or they share prompts"
             )
+        if self.schedule.one_step_off:
+            self._check_one_step_off()
         if (self.warmstart is None) != (self.model.path is not None):
             raise ValueError(
                 "the first policy comes from model.path or from warmstart: give one of them "
@@ -101,12 +105,30 @@ class RunConfig(Settings):
             )
         return self
 
+    def _check_one_step_off(self) -> None:
+        for holds, key, reason in (
+            (self.filter.max_age >= 1, "filter.max_age>=1", "responses are one step old"),
+            (self.update.tis != "off", "update.tis=token or sequence", "which corrects their age"),
+            (
+                self.schedule.keep_policies != 1,
+                "schedule.keep_policies>=2",
+                "a round is sampled by the policy before the newest",
+            ),
+            (
+                self.machine.engine_between == "stay",
+                "machine.engine_between=stay",
+                "engine and trainer work at once",
+            ),
+        ):
+            if not holds:
+                raise ValueError(f"schedule.one_step_off needs {key}: {reason}")
+
     def stage_settings(self) -> dict[str, Any]:
         """Dotted keys of what decides the artifacts; not how long, where or on what machine."""
         stages = self.model_dump(
             mode="json", exclude={"run", "data", "seed", "machine", "schedule"}
         )
-        return {
+        return {"schedule.one_step_off": self.schedule.one_step_off} | {
             f"{stage}.{key}": value
             for stage, settings in stages.items()
             for key, value in (settings or {}).items()

@@ -8,6 +8,7 @@ process, and then kills everything that carries the mark.
 import os
 import subprocess
 import sys
+import threading
 import time
 import uuid
 
@@ -17,19 +18,21 @@ MARK = "DAPO_GUARD"
 PATIENCE_S = 5.0  # for processes that are just being started
 
 _guardian: subprocess.Popen[bytes] | None = None
+_installing = threading.Lock()
 
 
 def install() -> None:
     """Start the guardian, once; what is started from now on carries the mark."""
     global _guardian
-    if _guardian is None:
-        mark = uuid.uuid4().hex
-        _guardian = subprocess.Popen(
-            [sys.executable, "-m", "pipeline.guard", mark],
-            stdin=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is for the guarded, not for the guardian
-        )
-        os.environ[MARK] = mark
+    with _installing:
+        if _guardian is None:
+            mark = uuid.uuid4().hex
+            _guardian = subprocess.Popen(
+                [sys.executable, "-m", "pipeline.guard", mark],
+                stdin=subprocess.PIPE,
+                start_new_session=True,  # Ctrl-C is for the guarded, not for the guardian
+            )
+            os.environ[MARK] = mark
 
 
 def marked(mark: str) -> list[psutil.Process]:

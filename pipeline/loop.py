@@ -2,9 +2,13 @@
 
 import math
 import re
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import Future, wait
+from contextlib import contextmanager, nullcontext
+from contextvars import copy_context
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -83,37 +87,46 @@ class Loop:
         self,
         number: int,
         policy: Artifact | Path,
-        before: Step | None,
+        before: list[Round],
         *,
+        sampler: Artifact | Path,
         reference: Artifact | Path | None,
     ) -> Step:
         """Rounds until the batch is full; then the update, and an evaluation where one is due.
+
+        `before` are the rounds of the step before. `sampler` samples the first round; `policy`,
+        which is trained, any other. Where the schedule is one step off, `policy` samples the next
+        step's first round too, while it is trained.
 
         Raises `Shortage` when `max_rounds` are not enough and the schedule says to fail.
         """
         schedule = self.config.schedule
         rounds: list[Round] = []
         for _ in range(schedule.max_rounds):
-            rounds.append(self.round(number, rounds, policy, before))
+            rounds.append(self.round(number, rounds, before, policy, sampler=sampler))
             if not rounds[-1].filter.metrics["short"]:
                 break
+            sampler = policy
         check_shortage(self.config, rounds)
-        update = self.stage(
-            f"{step_name(number)}/update",
-            "update",
-            self.config.update,
-            {"batch": rounds[-1].filter, "policy": policy, "reference": reference},
-        )
+        ahead = schedule.one_step_off and number < schedule.steps
+        next_round = partial(self.sample, number + 1, [], rounds, policy)
+        with _meanwhile(next_round) if ahead else nullcontext():
+            update = self.stage(
+                f"{step_name(number)}/update",
+                "update",
+                self.config.update,
+                {"batch": rounds[-1].filter, "policy": policy, "reference": reference},
+            )
         every = schedule.evaluate_every
         due = number == schedule.steps or (every and number % every == 0)
         return Step(number, rounds, update, self.evaluate(number, update) if due else None)
 
-    def round(
-        self, number: int, rounds: list[Round], policy: Artifact | Path, before: Step | None
-    ) -> Round:
-        """One more round after the step's `rounds` so far."""
+    def sample(
+        self, number: int, rounds: list[Round], before: list[Round], sampler: Artifact | Path
+    ) -> tuple[Artifact, Artifact]:
+        """The selection and the rollouts of one more round after the step's `rounds` so far."""
         config, place = self.config, f"{step_name(number)}/round_{len(rounds)}"
-        earlier = [*(before.rounds if before else []), *rounds]
+        earlier = [*before, *rounds]
         changes = {"step": number, "round": len(rounds), "size": self.round_size(rounds, before)}
         select = self.stage(
             f"{place}/select",
@@ -125,8 +138,23 @@ class Loop:
             f"{place}/rollout",
             "rollout",
             config.rollout,
-            {"selection": select, "prompts": self.prompts, "policy": policy},
+            {"selection": select, "prompts": self.prompts, "policy": sampler},
         )
+        return select, rollout
+
+    def round(
+        self,
+        number: int,
+        rounds: list[Round],
+        before: list[Round],
+        policy: Artifact | Path,
+        *,
+        sampler: Artifact | Path,
+    ) -> Round:
+        """One more round after the step's `rounds` so far, for a batch that trains `policy`."""
+        config, place = self.config, f"{step_name(number)}/round_{len(rounds)}"
+        # on disk already, if it was sampled ahead
+        select, rollout = self.sample(number, rounds, before, sampler)
         score = self.stage(
             f"{place}/score",
             "score",
@@ -140,29 +168,28 @@ class Loop:
             {
                 "rollouts": [*(r.rollout for r in rounds), rollout],
                 "scores": [*(r.score for r in rounds), score],
-                "carried": before.rounds[-1].filter if before else None,
+                "carried": before[-1].filter if before else None,
+                "policy": policy if config.schedule.one_step_off else None,
             },
         )
         return Round(select, rollout, score, filter)
 
-    def round_size(self, rounds: list[Round], before: Step | None) -> int:
+    def round_size(self, rounds: list[Round], before: list[Round]) -> int:
         """How many prompts to ask: what the batch lacks ÷ the share that was informative.
 
         The share is that of this step and the one before. At least one prompt, so that every
         update has fresh samples to measure the sampler by; at most `select.size`, which the very
         first round asks.
         """
-        last = [
-            made[-1].filter.metrics for made in (before.rounds if before else [], rounds) if made
-        ]
+        last = [made[-1].filter.metrics for made in (before, rounds) if made]
         if not last:
             return self.config.select.size
         lacking = (
             last[-1]["short"] if rounds else self.config.filter.batch_groups - last[-1]["carried"]
         )
-        fresh = sum(metrics["fresh"] for metrics in last)
-        informative = sum(metrics["fresh_informative"] for metrics in last)
-        size = math.ceil(MARGIN * lacking * fresh / max(informative, 1))
+        sampled = sum(metrics["sampled"] for metrics in last)
+        informative = sum(metrics["sampled_informative"] for metrics in last)
+        size = math.ceil(MARGIN * lacking * sampled / max(informative, 1))
         return min(max(size, 1), self.config.select.size)
 
 
@@ -188,14 +215,40 @@ def train(
     policy = loop.base_policy()
     reference = None if config.update.kl == "off" else policy
     evaluation = loop.evaluate(0, policy)
-    step: Step | None = None
+    sampler, rounds = policy, list[Round]()
     for number in range(1, config.schedule.steps + 1):
-        step = loop.step(number, policy, step, reference=reference)
-        policy, evaluation = step.update, step.evaluate or evaluation
+        step = loop.step(number, policy, rounds, sampler=sampler, reference=reference)
+        sampler = policy if config.schedule.one_step_off else step.update
+        policy, rounds, evaluation = step.update, step.rounds, step.evaluate or evaluation
         stepped(step)
         _point_latest(config, step)
         retire_old_policies(config, newest=number)
     return evaluation
+
+
+@contextmanager
+def _meanwhile(work: Callable[[], object]) -> Iterator[None]:
+    """Do `work` in a thread while the block runs; when both are done, raise what either raised.
+
+    Only an interruption of the block waits for nothing.
+    """
+    done: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            work()
+            done.set_result(None)
+        except BaseException as error:
+            done.set_exception(error)
+
+    # in this context: Prefect's and the listener's; a daemon, which an interrupted process leaves
+    threading.Thread(target=copy_context().run, args=(run,), daemon=True).start()
+    try:
+        yield
+    except Exception:
+        wait([done])
+        raise
+    done.result()
 
 
 def check_shortage(config: RunConfig, rounds: list[Round]) -> None:

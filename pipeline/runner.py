@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, get_args
 
-from pipeline import artifacts, guard, parts
+from pipeline import artifacts, parts
 from pipeline.artifacts import Artifact, Recipe
 from pipeline.worker import Worker, WorkerDied
 from stages import progress
@@ -175,7 +175,7 @@ class Runner:
         made = self._workers[process][0].call(
             stage,
             arguments,
-            listener=progress.listener.get(),
+            listener=_listener(stage),
             timeout_s=self.machine.stage_timeout_s,
         )
         return made | metrics
@@ -187,7 +187,7 @@ class Runner:
         """
         from stages.sampling import Part
 
-        told = parts.Progress(progress.listener.get())
+        told = parts.Progress(_listener(stage))
 
         def run(job: parts.Job) -> dict[str, float]:
             return self._workers["engine"][job.engine].call(
@@ -204,7 +204,6 @@ class Runner:
             parts.Job(stage, {**given, "part": Part(engine, count)}, engine)
             for engine in range(count)
         ]
-        guard.install()  # once, before threads start workers
         try:
             return parts.joined(self.spread(run, jobs))
         except Exception:
@@ -227,6 +226,12 @@ class Runner:
             if worker.running:
                 with suppress(WorkerDied):  # then it holds nothing
                     worker.call("engines", {}, function="sleep")
+
+
+def _listener(stage: str) -> progress.Listener | None:
+    """Who listens here, told which stage it is: two may be at work."""
+    listen = progress.listener.get()
+    return listen and (lambda done, total, note: listen(done, total, f"{stage}: {note}"))
 
 
 def _devices(machine: Machine, index: int) -> dict[str, str]:

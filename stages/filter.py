@@ -8,9 +8,11 @@ import polars as pl
 from pydantic import Field
 
 from stages import dapo, tables
+from stages import policy as policies
 from stages.errors import InputError
 from stages.settings import Machine, Settings
 
+GROUP = ["group_id", "prompt_id", "policy", "age", "sampled"]  # the same in all its rows
 CANDIDATE = [name for name in tables.SCHEMAS["batch"].names if name != "advantage"]
 
 
@@ -26,6 +28,7 @@ def run(
     rollouts: Sequence[Path],
     scores: Sequence[Path],
     carried: Path | None = None,
+    policy: Path | None = None,
     out: Path,
     config: Config,
     machine: Machine,
@@ -34,9 +37,13 @@ def run(
 
     Writes `groups` (one row each, with decision and reason), `batch` (the responses of the kept
     groups) and `carried` (those of the surplus). The result depends on the rows, not their order.
+
+    Args:
+        policy: the one that the batch is for; responses of another one are from the step before.
+            Default: all are fresh.
     """
     _check_ids(rollouts, scores, carried)
-    responses = _responses(rollouts, scores, carried)
+    responses = _responses(rollouts, scores, carried, policy)
     groups = decide(responses, config)
     tables.write(out, "groups", groups)
     batch = _rows_of(groups, "kept", responses, config)
@@ -54,11 +61,11 @@ def decide(responses: pl.LazyFrame, config: Config) -> pl.DataFrame:
     acc, reward = pl.col("acc"), pl.col("reward")  # both null where nobody could score
     return tables.collect(
         # sorted, so that the last bit of a mean does not depend on the order of rows or threads
-        responses.select("response_id", "group_id", "prompt_id", "policy", "age", "acc", "reward")
+        responses.select("response_id", *GROUP, "acc", "reward")
         .sort("response_id")
         .group_by("group_id")
         .agg(
-            pl.col("prompt_id", "policy", "age").first(),
+            pl.col(GROUP[1:]).first(),
             n=pl.len(),
             n_scored=acc.count(),
             acc_mean=acc.mean(),
@@ -109,39 +116,47 @@ def counts(groups: pl.DataFrame, config: Config) -> dict[str, float]:
     decisions = dict(groups["decision"].value_counts().iter_rows())
     reasons = dict(groups.drop_nulls("reason")["reason"].value_counts().sort("reason").iter_rows())
     kept = decisions.get("kept", 0)
-    fresh = groups.filter(age=0)
-    informative = fresh["reason"].is_null() | (fresh["reason"] == "surplus")
+    sampled = groups.filter("sampled")
+    informative = sampled["reason"].is_null() | (sampled["reason"] == "surplus")
     return {
         "groups": len(groups),
         "kept": kept,
         "dropped": decisions.get("dropped", 0),
         "carried": decisions.get("carried", 0),
         "short": max(0, config.batch_groups - kept),
-        "fresh": len(fresh),
-        "fresh_informative": int(informative.sum()),
+        "sampled": len(sampled),
+        "sampled_informative": int(informative.sum()),
         "incomplete": float((groups["n"] < groups["n"].max()).sum()),  # lost samples
         **{f"reason/{reason}": count for reason, count in reasons.items()},
     }
 
 
 def _responses(
-    rollouts: Sequence[Path], scores: Sequence[Path], carried: Path | None
+    rollouts: Sequence[Path], scores: Sequence[Path], carried: Path | None, policy: Path | None
 ) -> pl.LazyFrame:
-    """The candidates, lazily: batch columns but for the advantage; a query reads what it names."""
+    """The candidates, lazily; a query reads what it names.
+
+    The columns of `batch` but for the advantage, and whether they were `sampled` in this step.
+    """
     is_scored = (pl.col("acc").is_finite() & pl.col("reward").is_finite()).fill_null(False)
+    age = pl.lit(0) if policy is None else pl.col("policy") != policies.digest(policy)
     judged = tables.scan(scores, "scores").select(
         "response_id", pl.when(is_scored).then(pl.col("acc", "reward"))
     )
-    fresh = (
+    sampled = (
         tables.scan(rollouts, "rollouts")
         .join(judged, on="response_id", how="inner")
-        .with_columns(age=pl.lit(0, pl.Int32))
-        .select(CANDIDATE)
+        .with_columns(age=age.cast(pl.Int32))
+        .select(*CANDIDATE, sampled=True)
     )
     if carried is None:
-        return fresh
-    waiting = tables.scan(carried, "carried").with_columns(pl.col("age") + 1).select(CANDIDATE)
-    return pl.concat([fresh, waiting])
+        return sampled
+    waiting = (
+        tables.scan(carried, "carried")
+        .with_columns(pl.col("age") + 1)
+        .select(*CANDIDATE, sampled=False)
+    )
+    return pl.concat([sampled, waiting])
 
 
 def _rows_of(

@@ -225,7 +225,7 @@ def measure_gap(responses: list[Response], config: Config) -> dict[str, float]:
         return every[every.isfinite()]
 
     fresh, stale = gaps(True), gaps(False)
-    mean, largest = (fresh.mean().item(), fresh.max().item()) if len(fresh) else (0.0, 0.0)
+    mean, largest = (fresh.mean().item(), fresh.max().item()) if len(fresh) else (math.nan,) * 2
     if config.max_gap is not None and mean > config.max_gap:
         raise EngineMismatch(
             f"mean |sampler - old log-prob| is {mean:.3g} (max {largest:.3g}) over {len(fresh)} "
@@ -235,7 +235,7 @@ def measure_gap(responses: list[Response], config: Config) -> dict[str, float]:
     return {
         "gap_mean": mean,
         "gap_max": largest,
-        "stale_gap_mean": stale.mean().item() if len(stale) else 0.0,
+        "stale_gap_mean": stale.mean().item() if len(stale) else math.nan,
     }
 
 
