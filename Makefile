@@ -22,10 +22,11 @@ lint: .venv/installed
 	$(BIN)/lint-imports --no-cache
 
 # the update beside TRL's (which gets an environment of its own in tests/bench/.venv), and sampling
-# beside bare vLLM: about 10 minutes
+# beside bare vLLM, and what one_step_off can save: about 10 minutes
 bench: .venv/installed
 	$(BIN)/python tests/bench/update.py
 	$(BIN)/python tests/bench/rollout.py
+	$(BIN)/python tests/bench/overlap.py
 
 .venv/installed: requirements-cpu.txt pyproject.toml
 	$(PYTHON) -m venv .venv

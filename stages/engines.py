@@ -2,7 +2,7 @@
 
 An engine is expensive to start, so that `resident` keeps it. That it serves the policy it was given
 is not believed but measured, on the policy's probe: see `Engine.load`. The engines themselves are
-`stages.engine_vllm` and `stages.engine_hf`.
+`stages.engine_vllm`, `stages.engine_hf` and `stages.engine_endpoint`.
 """
 
 import logging

@@ -212,14 +212,34 @@ def test_carried_responses_may_differ_from_the_policy(bench: Bench) -> None:
 
 def test_truncated_importance_weights_are_capped(bench: Bench) -> None:
     honest = faithful(bench.policy, ROWS)
-    losses = {}
-    for shift in (math.log(2), -math.log(1.5), -math.log(8)):
-        rows = [
-            r | {"sampler_logprobs": [x + shift for x in r["sampler_logprobs"]]} for r in honest
-        ]
-        losses[shift] = bench(rows, mini_batch=8, tis="token", tis_cap=2.0)[1]["loss"]
     plain = bench(honest, mini_batch=8)[1]["loss"]
-    assert [loss / plain for loss in losses.values()] == pytest.approx([0.5, 1.5, 2.0], rel=1e-4)
+    for ratio, weight in ((0.5, 0.5), (1.5, 1.5), (8.0, 2.0)):
+        rows = shifted(honest, ratio)
+        out, metrics = bench(rows, mini_batch=8, tis="token", tis_cap=2.0, record_tokens=True)
+        assert metrics["loss"] / plain == pytest.approx(weight, rel=1e-4)
+        assert metrics["importance_capped"] == (ratio > 2.0)
+        weights = tables.read(out, "tokens")["weights"].explode()
+        assert weights.sum() == pytest.approx(weight, rel=1e-4)
+
+
+def test_a_dry_run_weighs_by_the_importance_of_each_setting(bench: Bench) -> None:
+    compared = update.dry(
+        batch=write(bench.root / "dry", shifted(faithful(bench.policy, ROWS), ratio=8.0)),
+        policy=bench.policy,
+        configs={
+            name: update.Config(tis="token", tis_cap=cap)
+            for name, cap in (("two", 2.0), ("six", 6.0))
+        },
+        machine=CPU,
+    )
+    two, six = compared.filter(metric="loss").select("two", "six").row(0)
+    assert six / two == pytest.approx(3.0, rel=1e-4)
+
+
+def shifted(rows: list[dict[str, Any]], ratio: float) -> list[dict[str, Any]]:
+    """The rows as if the trainer's probabilities were `ratio` times the sampler's."""
+    shift = math.log(ratio)
+    return [r | {"sampler_logprobs": [x - shift for x in r["sampler_logprobs"]]} for r in rows]
 
 
 def test_token_ids_are_trained_on_as_stored(bench: Bench, tmp_path: Path) -> None:
