@@ -47,7 +47,8 @@ def kill_at_half(runner: Runner, out: Path) -> None:
     deadline = time.monotonic() + 120
     while kept(out) < GROUPS * N / 2 and time.monotonic() < deadline:
         time.sleep(0.05)
-    process = runner._workers["engine"]._process
+    [engine] = runner._workers["engine"]
+    process = engine._process
     assert process
     os.kill(process.pid, signal.SIGKILL)
 
@@ -132,19 +133,19 @@ def test_engine_and_trainer_make_room_for_each_other_as_the_machine_says(
     between: str, engine: list[str], trainer: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine = Machine.model_validate({"device": "cuda", "engine_between": between})
-    runner, workers = Runner(machine), {"engine": Called(), "trainer": Called()}
-    monkeypatch.setattr(runner, "_workers", workers)
+    runner, sampling, training = Runner(machine), Called(), Called()
+    monkeypatch.setattr(runner, "_workers", {"engine": [sampling], "trainer": [training]})
     runner._call("update", {})
-    workers["engine"].running = True
+    sampling.running = True
     runner._call("rollout", {})
-    assert (workers["engine"].log, workers["trainer"].log) == (engine, trainer)
+    assert (sampling.log, training.log) == (engine, trainer)
 
 
 def test_an_engine_that_is_dead_already_does_not_keep_the_trainer_from_its_work(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     runner = Runner(Machine(device="cuda", engine_between="sleep"))
-    workers = {"engine": Called(dead=True), "trainer": Called()}
-    monkeypatch.setattr(runner, "_workers", workers)
+    training = Called()
+    monkeypatch.setattr(runner, "_workers", {"engine": [Called(dead=True)], "trainer": [training]})
     runner._call("update", {})
-    assert workers["trainer"].log == ["update.run"]
+    assert training.log == ["update.run"]

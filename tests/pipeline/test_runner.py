@@ -19,6 +19,7 @@ def test_the_inputs_of_a_stage_are_those_that_its_function_names() -> None:
         StageInput("rollouts", several=True, required=True),
         StageInput("scores", several=True, required=True),
         StageInput("carried", several=False, required=False),
+        StageInput("policy", several=False, required=False),
     ]
 
 

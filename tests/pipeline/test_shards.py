@@ -14,7 +14,6 @@ import psutil
 import pytest
 import small_run
 from conftest import rows, save
-from polars.testing import assert_frame_equal
 
 from pipeline import artifacts, parts
 from pipeline.artifacts import Artifact
@@ -45,11 +44,9 @@ def inputs(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     }
 
 
-def built(
-    out: Path, inputs: dict[str, Path], *, engines: int, max_num_seqs: int = ALONE, **changes: Any
-) -> Artifact:
+def built(out: Path, inputs: dict[str, Path], *, engines: int, **changes: Any) -> Artifact:
     """A rollout on so many engines."""
-    with Runner(Machine(engines=engines, max_num_seqs=max_num_seqs), logs=out.parent) as runner:
+    with Runner(Machine(engines=engines, max_num_seqs=ALONE), logs=out.parent) as runner:
         config = rollout.Config(**SAMPLING | changes)
         return runner.build("rollout", out=out, config=config, inputs=inputs)
 
@@ -63,21 +60,20 @@ def alone(inputs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
 def test_the_artifact_is_the_same_whatever_the_number_of_engines(
     alone: Artifact, inputs: dict[str, Path], tmp_path: Path
 ) -> None:
-    shared = built(tmp_path / "rollout", inputs, engines=3)
+    told: list[tuple[int, int, str]] = []
+    token = progress.listener.set(lambda *report: told.append(report))
+    try:
+        shared = built(tmp_path / "rollout", inputs, engines=3)
+    finally:
+        progress.listener.reset(token)
+    assert told[-1][:2] == (18, 18)  # of all engines together
+    assert told[-1][2].startswith("rollout: ") and told[-1][2].count("tok/s") == 3
     assert shared.digest == alone.digest
     assert shared.record["rows"] == {"rollouts": 18, "skipped": 1}
     assert shared.metrics["generated"] == alone.metrics["generated"] == 18
     assert shared.metrics["recovered"] == 0
     assert {p.name for p in tmp_path.iterdir()} >= {"engine.log", "engine-1.log", "engine-2.log"}
     assert not list(tmp_path.glob(".partial-*"))
-
-
-def test_batches_of_other_sizes_change_log_probs_in_their_last_bits_alone(
-    alone: Artifact, inputs: dict[str, Path], tmp_path: Path
-) -> None:
-    shared = built(tmp_path / "rollout", inputs, engines=2, max_num_seqs=512)
-    ours, theirs = (tables.read(a.path, "rollouts") for a in (shared, alone))
-    assert_frame_equal(ours, theirs, abs_tol=1e-5, rel_tol=0)
 
 
 def test_an_evaluation_is_the_same_whatever_the_number_of_engines(
@@ -153,17 +149,6 @@ def test_groups_that_no_engine_completed_in_time_are_skipped_by_name(
         built(tmp_path / "rollout", inputs, engines=2, time_limit_s=1e-9)
 
 
-def test_progress_is_that_of_all_engines_together(inputs: dict[str, Path], tmp_path: Path) -> None:
-    told: list[tuple[int, int, str]] = []
-    token = progress.listener.set(lambda *report: told.append(report))
-    try:
-        built(tmp_path / "rollout", inputs, engines=2)
-    finally:
-        progress.listener.reset(token)
-    assert told[-1][:2] == (18, 18)
-    assert told[-1][2].count("tok/s") == 2
-
-
 def test_what_engines_record_is_summed_or_the_worst_is_kept() -> None:
     fast = {"generated": 4, "tokens_per_second": 10.0, "probe_gap_max": 1e-6, "start_s": 3.0}
     slow = {"generated": 2, "tokens_per_second": 5.0, "probe_gap_max": 2e-6, "start_s": 4.0}
@@ -207,14 +192,17 @@ def train_under_prefect(data: Path, overrides: list[str]) -> subprocess.Complete
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task_runner", ["threads", "ray"])
-def test_a_run_on_two_engines_ends_in_the_same_weights(
-    task_runner: str, run_alone: Path, tmp_path: Path
+@pytest.mark.parametrize(("task_runner", "steps"), [("threads", 0), ("ray", 1)])
+def test_a_run_on_two_engines_makes_the_same_artifacts(
+    task_runner: str, steps: int, run_alone: Path, tmp_path: Path
 ) -> None:
-    both = ["machine.engines=2", f"machine.task_runner={task_runner}"]
+    both = ["machine.engines=2", f"machine.task_runner={task_runner}", f"schedule.steps={steps}"]
     done = train_under_prefect(tmp_path, both)
     assert done.returncode == 0, done.stderr
-    assert digests(tmp_path) == digests(run_alone)
+    alone = digests(run_alone)
+    made = digests(tmp_path)
+    assert made == {place: alone[place] for place in made}
+    assert f"runs/small/step_000{steps}/evaluate" in made
 
 
 def digests(data: Path) -> dict[str, str]:

@@ -564,7 +564,7 @@ def test_two_processes_end_where_one_does_and_either_goes_on_from_there(bench: B
     rows = faithful(bench.policy, [row(i) for i in range(9)])
     (one, alone), (two, shared) = (bench(rows, machine=m, **settings) for m in (CPU, TWO))
     assert_same_policy(two, one)
-    assert shared == pytest.approx(alone, rel=1e-4, abs=1e-6)
+    assert shared == pytest.approx(alone, rel=1e-4, abs=1e-6, nan_ok=True)  # nothing is stale
     for table_name in ("metrics", "tokens"):
         key = tables.SCHEMAS[table_name].names[0]
         ours, theirs = (tables.read(out, table_name)[key].to_list() for out in (two, one))
