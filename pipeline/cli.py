@@ -139,6 +139,60 @@ def rerun(
 
 
 @app.command()
+def compare(
+    scores_a: Annotated[Path, typer.Argument(help="Made by score.", metavar="SCORES_A")],
+    scores_b: Annotated[Path, typer.Argument(help="The same.", metavar="SCORES_B")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(help="Of the filter, such as filter.batch_groups=8", metavar="KEY=VALUE"),
+    ] = None,
+    rollouts: Annotated[
+        list[Path] | None, typer.Option(help="Default: those that the scores were made from.")
+    ] = None,
+    json_: Json = False,
+) -> None:
+    """Compare two scorings of the same rollouts: verdicts, groups kept, advantages, rewards.
+
+    Groups are decided on these rollouts alone: no other round, no carried rows.
+
+    Example: dapo compare round_0/score round_0/score.variant-1 filter.batch_groups=8
+    """
+    from pipeline import compare as comparing
+
+    made = comparing.compare(scores_a, scores_b, rollouts=rollouts or [], overrides=overrides or [])
+    if json_:
+        print(json.dumps(made.document(), indent=1))
+        return
+    examples = [
+        {
+            "response_id": row["response_id"],
+            **{x: _because(row[f"verdict_{x}"], row[f"extracted_{x}"]) for x in "ab"},
+            "text_end": " ".join(row["text_end"].split()),
+        }
+        for row in made.examples.to_dicts()
+    ]
+    groups = [
+        {
+            "group_id": row["group_id"],
+            **{x: _because(row[f"decision_{x}"], row[f"reason_{x}"]) for x in "ab"},
+            **{f"acc_{x}": row[f"acc_{x}"] for x in "ab"},
+        }
+        for row in made.group_flips.to_dicts()
+    ]
+    rules = "  ".join(_metric(name, value) for name, value in made.filter.items())
+    _say("settings: " + ("unknown" if made.settings is None else made.settings or "the same"))
+    _say(f"filter: {rules}  from {made.filter_from}")
+    _section("verdicts", made.verdict_flips.to_dicts())
+    _section("responses whose acc changes, some of them", examples)
+    _section("groups decided otherwise, of these rollouts alone, none carried", groups)
+    flipped = "{responses} responses ({share:.1%}) flip".format(**made.flipped)
+    _section(
+        f"signs of advantages in groups kept both times: {flipped}", made.sign_flips.to_dicts()
+    )
+    _section("mean reward by length in tokens", made.reward_by_length.to_dicts())
+
+
+@app.command()
 def config(overrides: Overrides = None) -> None:
     """Print the whole resolved configuration as YAML.
 
@@ -351,6 +405,17 @@ def _describe(made: Any, *, served: bool = False) -> None:
 def _comparison(frame: "pl.DataFrame") -> None:
     """A row per metric, a column per setting."""
     _table(" ".join(frame.columns), frame.to_dicts(), as_json=False)
+
+
+def _section(title: str, rows: list[dict[str, Any]]) -> None:
+    """A headline, and its rows below it."""
+    out.print(f"[bold]{title}[/]" + ("" if rows else "  none"), highlight=False)
+    if rows:
+        _table(" ".join(rows[0]), rows, as_json=False)
+
+
+def _because(what: str, why: str | None) -> str:
+    return what if why is None else f"{what}: {why}"
 
 
 def _headlines(stage: str, metrics: dict[str, Any]) -> Iterator[str]:

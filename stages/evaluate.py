@@ -13,6 +13,8 @@ from stages.shards import explained
 class Config(Sampling):
     """avg@k with k = n; top_p, top_k and min_p may be anything here (the paper: 0.7)."""
 
+    tasks: verify.Tasks = verify.Tasks()
+
 
 def run(
     *,
@@ -42,7 +44,8 @@ def run(
         partial=partial,
         gathered=gathered,
     )
-    judged = verify.judge_all(rows.lazy(), asked.lazy())
+    with verify.Judges(config.tasks, workers=machine.checkers) as judges:
+        judged = verify.judge_all(rows.lazy(), asked.lazy(), judges)
     samples = rows.join(judged.drop("length"), on="response_id", maintain_order="left")
     evaluations = (
         samples.group_by("prompt_id")

@@ -42,8 +42,8 @@ def run(
         policy: the one that the batch is for; responses of another one are from the step before.
             Default: all are fresh.
     """
-    _check_ids(rollouts, scores, carried)
-    responses = _responses(rollouts, scores, carried, policy)
+    check_ids(rollouts, scores, carried)
+    responses = responses_of(rollouts, scores, carried, policy)
     groups = decide(responses, config)
     tables.write(out, "groups", groups)
     batch = _rows_of(groups, "kept", responses, config)
@@ -131,7 +131,7 @@ def counts(groups: pl.DataFrame, config: Config) -> dict[str, float]:
     }
 
 
-def _responses(
+def responses_of(
     rollouts: Sequence[Path], scores: Sequence[Path], carried: Path | None, policy: Path | None
 ) -> pl.LazyFrame:
     """The candidates, lazily; a query reads what it names.
@@ -174,7 +174,7 @@ def _rows_of(
     )
 
 
-def _check_ids(rollouts: Sequence[Path], scores: Sequence[Path], carried: Path | None) -> None:
+def check_ids(rollouts: Sequence[Path], scores: Sequence[Path], carried: Path | None) -> None:
     """Every response is there once and has one score: joined by id, position cannot mislead."""
     sampled, scored = _ids(rollouts, "rollouts"), _ids(scores, "scores")
     candidates = pl.concat([sampled, _ids(carried, "carried")]) if carried else sampled

@@ -17,9 +17,11 @@ import polars as pl
 from pydantic import Field, field_validator, model_validator
 
 from stages import arithmetic, questions, sources, tables, verify
+from stages.checkers.answers import last_boxed
 from stages.errors import InputError
 from stages.questions import Messages, Place, Prompt, Questions, Refused, Unusable
 from stages.settings import Machine, Settings
+from stages.verify import Judges
 
 USUAL = ("prompt_id", "task", "meta")  # columns that a table may also lack
 PROMPT = "{prompt}"  # where a template has the text
@@ -111,7 +113,8 @@ def run(
         frame = arithmetic.prompts(config.count, config.seed, config.split, config.levels)
         tables.write(out, "prompts", frame)
         return {"prompts": len(frame)}
-    gathered, unusable = _gather(_rows(source, config), config)
+    with Judges() as judges:
+        gathered, unusable = _gather(_rows(source, config), config, judges)
     rows = len(unusable) + gathered.rows
     unusable += gathered.contradictions(config.answer_column)
     usable = [found for question in gathered for found in question.found()]
@@ -154,9 +157,11 @@ def _rows(source: Path | None, config: Config) -> Iterator[sources.Row]:
     )
 
 
-def _gather(rows: Iterator[sources.Row], config: Config) -> tuple[Questions, list[Refused]]:
+def _gather(
+    rows: Iterator[sources.Row], config: Config, judges: Judges
+) -> tuple[Questions, list[Refused]]:
     """What the rows ask, and those that are no prompt."""
-    gathered = Questions(dedup=config.dedup)
+    gathered = Questions(judges, dedup=config.dedup)
     unusable: list[Refused] = []
     for row in rows:
         prompt_id: str | None = None
@@ -165,6 +170,12 @@ def _gather(rows: Iterator[sources.Row], config: Config) -> tuple[Questions, lis
                 raise Unusable(row.values)
             prompt_id = _id(row.values, config)
             content, prompt = _prompt(row.values, prompt_id, config)
+            if problem := judges.gold_problem(prompt.task, prompt.answer):
+                raise Unusable(
+                    f"the checker '{prompt.task}' would not take {prompt.answer!r} for right: "
+                    f"{problem}",
+                    config.answer_column,
+                )
         except Unusable as why:
             unusable.append((Place(row.file, row.number, prompt_id), why))
         else:
@@ -187,18 +198,13 @@ def _prompt(values: dict[str, Any], prompt_id: str | None, config: Config) -> tu
     if config.system is not None and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": config.system}, *messages]
     task = _task(values, config)
-    prompt = Prompt(
+    return content, Prompt(
         prompt_id=prompt_id or questions.name(content),
         prompt=messages,
         answer=_answer(values, task, config),
         task=task,
         meta=_meta(values, config),
     )
-    verdict = questions.judged(prompt.answer, task=task, gold=prompt.answer)
-    if verdict.acc != 1:
-        reason = f"the checker '{task}' would not take {prompt.answer!r} for right"
-        raise Unusable(f"{reason}: {verdict.extracted or verdict.verdict}", config.answer_column)
-    return content, prompt
 
 
 def _value(values: dict[str, Any], column: str) -> Any:
@@ -269,24 +275,6 @@ def _last_match(pattern: str, text: str) -> str | None:
         return last_boxed(text)
     matches = list(re.finditer(pattern, text))
     return matches[-1].group(1) if matches else None
-
-
-def last_boxed(text: str) -> str | None:
-    r"""What the last `\boxed{…}` or `\fbox{…}` holds, its own braces balanced; of `\boxed 5`, 5."""
-    start = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
-    if start < 0:
-        return None
-    opening = re.compile(r"\\[a-z]+\s*").match(text, start)
-    assert opening is not None
-    rest = text[opening.end() :]
-    if not rest.startswith("{"):
-        return re.split(r"[$\n]", rest, maxsplit=1)[0].rstrip(" .")
-    depth = 0
-    for brace in re.finditer(r"\\.|[{}]", rest, re.DOTALL):  # a brace after a backslash is text
-        depth += {"{": 1, "}": -1}.get(brace.group(), 0)
-        if depth == 0:
-            return rest[1 : brace.start()]
-    return None
 
 
 def _meta(values: dict[str, Any], config: Config) -> str | None:

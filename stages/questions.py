@@ -3,11 +3,10 @@
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from hashlib import blake2b
 from typing import NamedTuple
 
-from stages import verify
+from stages.verify import Judges
 
 Messages = list[dict[str, str]]
 
@@ -60,12 +59,6 @@ def name(content: bytes, copy: int = 0) -> str:
     return content[:8].hex() + (f"-{copy + 1}" if copy else "")
 
 
-@lru_cache(maxsize=4096)  # whole numbers are the answer to many questions
-def judged(answer: str, *, task: str, gold: str) -> verify.Verdict:
-    """What the task's checker says of a response that gives `answer`."""
-    return verify.judge(task, f"Answer: {answer}", gold, truncated=False)
-
-
 def held_out(content: bytes, *, fraction: float, seed: int) -> bool:
     """Whether it is held out: decided by itself alone, whatever else its file holds."""
     drawn = blake2b(f"{seed}/".encode() + content, digest_size=8).digest()
@@ -94,8 +87,8 @@ class Questions:
         dedup: keep the first row of each only.
     """
 
-    def __init__(self, *, dedup: bool) -> None:
-        self.dedup = dedup
+    def __init__(self, judges: Judges, *, dedup: bool) -> None:
+        self.judges, self.dedup = judges, dedup
         self._by_content: dict[bytes, Question] = {}
 
     def add(self, content: bytes, prompt: Prompt, place: Place) -> None:
@@ -106,7 +99,7 @@ class Questions:
             return
         question.places.append(place)
         first = question.kept[0]
-        if not judged(prompt.answer, task=first.task, gold=first.answer).acc:
+        if not self.judges.same_answer(first.task, prompt.answer, first.answer):
             question.contradiction = prompt.answer
         if not self.dedup:
             copy = len(question.kept)

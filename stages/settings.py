@@ -42,6 +42,7 @@ class Machine(Settings):
     task_runner: Literal["threads", "ray"] = "threads"  # where they run: here, or on a Ray cluster
     # of rollout=endpoint: a server's address, without /v1; its key is no setting, see the engine
     endpoint: str | None = Field(None, pattern=r"^https?://[^/@]+(/[^@]*)?$")
+    checkers: int | None = Field(None, ge=1)  # processes that judge responses; None: one per core
     # |engine - trainer| log-prob, in nats, that a token of a policy's probe may have
     max_probe_gap: float = Field(1e-3, gt=0)
     # what the engine does while the trainer works. Unless both stay, only one of them has memory on

@@ -180,13 +180,17 @@ def polars_schema(table: str) -> pl.Schema:
     return empty.schema
 
 
-def write(out: Path, table: str, frame: pl.DataFrame, *, shard: int = 0) -> None:
+def write(
+    out: Path, table: str, frame: pl.DataFrame, *, shard: int = 0, more: Sequence[str] = ()
+) -> None:
     """Write `frame` as `out/<table>/part-<shard>.parquet` with exactly the table's schema.
+
+    `more`: nullable float32 columns after those of the schema, which no stage reads.
 
     Also for zero rows, so that no reader ever has to guess a type. Null in a column that must be
     full is an `InputError`: it would be a bug of the stage that made the rows.
     """
-    schema = SCHEMAS[table]
+    schema = pa.schema([*SCHEMAS[table], *(pa.field(name, pa.float32()) for name in more)])
     for field in schema:  # before the cast, which would refuse it without naming the table
         if not field.nullable and frame[field.name].null_count():
             raise InputError(f"{table}.{field.name}: null where a value is required")

@@ -1,64 +1,154 @@
-"""Judge an answer: pure functions (text, gold) -> verdict, one per task."""
+"""Judge responses: each prompt's task names a checker, (text, gold) → verdict."""
 
-import re
-from collections.abc import Callable
-from fractions import Fraction
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import NamedTuple, Self
 
 import polars as pl
+from pydantic import Field
 
 from stages import tables
+from stages.checkers import Verdict
+from stages.checkers.code import Code
+from stages.checkers.custom import Custom
+from stages.checkers.maths import Arithmetic, Math
+from stages.checkers.pool import Checker, Job, Pool
+from stages.checkers.texts import F1, Choice, Classification, Exact, Format, Translation
 from stages.errors import InputError
+from stages.settings import Settings
+
+# the others read a text once, from left to right: nothing a model writes can keep them
+IN_WORKERS = {"math", "translation", "format", "code", "custom"}
+BOXING_S = 60.0  # for what goes on around a program
+BY_ANSWER = {"arithmetic", "math", "exact", "f1", "multiple_choice", "classification"}
 
 
-class Verdict(NamedTuple):
-    """`acc` is 1 (right), 0 (wrong) or None (nobody can say); `extracted` is what was judged."""
+class Tasks(Settings):
+    """The checker of every task with its settings, and what one check may take."""
 
-    acc: float | None
-    verdict: str
-    extracted: str | None
+    arithmetic: Arithmetic = Arithmetic()
+    math: Math = Math()
+    exact: Exact = Exact()
+    f1: F1 = F1()
+    multiple_choice: Choice = Choice()
+    classification: Classification = Classification()
+    translation: Translation = Translation()
+    code: Code = Code()
+    format: Format | None = None  # has to be said
+    custom: Custom | None = None
+    # of a check in a worker process, which is killed then: the response is wrong
+    timeout_s: float = Field(5.0, gt=0)
+    memory_mib: int = Field(1024, ge=64)
+
+    def checkers(self) -> dict[str, Checker]:
+        """By task, those that can be used."""
+        return {task: found for task in TASKS if (found := getattr(self, task)) is not None}
 
 
-# bounded, so that no model can make the checker compute 10 ** 999999999
-NUMBER = re.compile(r"[-+]?[0-9]{1,64}(\.[0-9]{1,64}|/0{0,63}[1-9][0-9]{0,63})?")
-ANSWER_LINE = re.compile(r"^Answer:(.*)$", re.MULTILINE)
+TASKS = [name for name in Tasks.model_fields if name not in ("timeout_s", "memory_mib")]
 
 
-def arithmetic(text: str, gold: str) -> Verdict:
-    """The last `Answer: N` line, compared as an exact rational number.
+class Answered(NamedTuple):
+    """A response, and how it is to be judged."""
 
-    A gold that is not a number makes the response unscorable, never right and never wrong.
+    task: str
+    text: str
+    gold: str
+    truncated: bool
+
+
+class Judges:
+    """Judges responses; the hard ones in worker processes, which `with` ends.
+
+    Args:
+        workers: at most so many; None: one per core.
     """
-    if (expected := _number(gold)) is None:
-        return Verdict(None, "unscorable", f"the gold answer {gold!r} is not a number")
-    return _judge(text, right=lambda answer: _number(answer) == expected)
+
+    def __init__(self, tasks: Tasks | None = None, *, workers: int | None = None) -> None:
+        self.tasks = tasks or Tasks()
+        self._checkers = self.tasks.checkers()
+        self._pool = Pool(
+            self._checkers,
+            workers=workers,
+            # a program has limits of its own, and ends within them
+            timeout_s={"code": self.tasks.code.timeout_s + BOXING_S},
+            default_timeout_s=self.tasks.timeout_s,
+            memory_mib=max(self.tasks.memory_mib, self.tasks.code.memory_mib),
+        )
+
+    def __enter__(self) -> Self:
+        self._pool.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._pool.__exit__(kind, error, trace)
+
+    def judge(self, responses: Sequence[Answered]) -> list[Verdict]:
+        """The verdicts, in the order of the responses."""
+        found = [self._at_once(response) for response in responses]
+        hard = [each for each in found if isinstance(each, Job)]
+        judged = iter(self._pool.judge(hard) if hard else ())
+        return [next(judged) if isinstance(each, Job) else each for each in found]
+
+    def gold_problem(self, task: str, gold: str) -> str | None:
+        """Why nobody could give this answer; None if one can."""
+        if task in TASKS and task not in self._checkers:
+            return None  # its settings will say what a gold is
+        if task != "math":
+            return self._checker(task).gold_problem(gold)
+        if self.tasks.math.is_number(gold):
+            return None
+        [verdict] = self._pool.judge([Job(task, None, gold)])
+        return None if verdict.acc == 1 else verdict.extracted
+
+    def same_answer(self, task: str, answer: str, gold: str) -> bool:
+        """Whether both are right by each other, such as 1/2 and 0.5."""
+        if answer == gold or task not in BY_ANSWER:
+            return answer == gold
+        [verdict] = self.judge([Answered(task, f"Answer: {answer}", gold, truncated=False)])
+        return verdict.acc == 1
+
+    def _checker(self, task: str) -> Checker:
+        if task in self._checkers:
+            return self._checkers[task]
+        if task in TASKS:
+            raise InputError(f"task '{task}' needs settings: say what it asks in tasks.{task}")
+        raise InputError(f"task '{task}' has no checker; known tasks: {', '.join(TASKS)}")
+
+    def _at_once(self, response: Answered) -> Verdict | Job:
+        """The verdict where it is easily had.
+
+        A truncated response has no final answer and is wrong: a number in the middle of an
+        unfinished derivation is none.
+        """
+        task, text, gold, truncated = response
+        checker = self._checker(task)
+        if truncated:
+            return Verdict(0.0, "truncated", None)
+        if task not in IN_WORKERS:
+            return checker.check(text, gold)
+        if isinstance(checker, Math):
+            found = checker.quick(text, gold)
+            return found if isinstance(found, Verdict) else Job(task, found, gold)
+        return Job(task, text, gold)
 
 
-def exact(text: str, gold: str) -> Verdict:
-    """The last `Answer: …` line, compared as text."""
-    return _judge(text, right=lambda answer: answer == gold.strip())
-
-
-TASKS: dict[str, Callable[[str, str], Verdict]] = {"arithmetic": arithmetic, "exact": exact}
-
-
-def judge(task: str, text: str, gold: str, *, truncated: bool) -> Verdict:
-    """The verdict of `task`'s checker; a truncated response has no final answer and is wrong.
-
-    A number in the middle of an unfinished derivation is not an answer, so no fallback rewards it.
-    """
-    check = TASKS.get(task)
-    if check is None:
-        raise InputError(f"task '{task}' has no checker; known tasks: {', '.join(sorted(TASKS))}")
-    return Verdict(0.0, "truncated", None) if truncated else check(text, gold)
-
-
-def judge_all(rollouts: pl.LazyFrame, prompts: pl.LazyFrame) -> pl.DataFrame:
+def judge_all(
+    rollouts: pl.LazyFrame, prompts: pl.LazyFrame, judges: Judges, *, task: str | None = None
+) -> pl.DataFrame:
     """One row per response: response_id, length, acc, verdict, extracted.
 
     Responses find their gold answer by prompt_id; one whose prompt is unknown is an `InputError`.
+
+    Args:
+        task: for all of them; None: each prompt's own.
     """
-    asked = prompts.select("prompt_id", "task", "answer")
+    asked = prompts.select("prompt_id", "answer", pl.col("task") if task is None else task_is(task))
     answered = tables.collect(
         rollouts.select("response_id", "prompt_id", "length", "finish_reason", "text").join(
             asked, on="prompt_id", how="left", maintain_order="left"
@@ -68,25 +158,18 @@ def judge_all(rollouts: pl.LazyFrame, prompts: pl.LazyFrame) -> pl.DataFrame:
     if lost := answered.filter(pl.col("answer").is_null())["prompt_id"].to_list():
         raise InputError(f"prompt_id '{lost[0]}' of the rollouts is not in the prompts table")
     verdicts = pl.DataFrame(
-        [
-            judge(task, text, gold, truncated=finish_reason == "length")
-            for task, text, gold, finish_reason in answered.select(
-                "task", "text", "answer", "finish_reason"
-            ).iter_rows()
-        ],
+        judges.judge(list(_answered(answered))),
         schema={"acc": pl.Float32, "verdict": pl.String, "extracted": pl.String},
         orient="row",
     )
     return pl.concat([answered.select("response_id", "length"), verdicts], how="horizontal")
 
 
-def _judge(text: str, *, right: Callable[[str], bool]) -> Verdict:
-    answers = [answer.strip() for answer in ANSWER_LINE.findall(text)]
-    if not answers:
-        return Verdict(0.0, "no_answer", None)
-    is_right = right(answers[-1])
-    return Verdict(float(is_right), "right" if is_right else "wrong", answers[-1])
+def task_is(task: str) -> pl.Expr:
+    """A column `task` that says so in every row."""
+    return pl.lit(task).alias("task")
 
 
-def _number(text: str) -> Fraction | None:
-    return Fraction(text.strip()) if NUMBER.fullmatch(text.strip()) else None
+def _answered(rows: pl.DataFrame) -> Iterator[Answered]:
+    columns = rows.select("task", "text", "answer", pl.col("finish_reason") == "length")
+    return (Answered(*row) for row in columns.iter_rows())

@@ -6,11 +6,15 @@ from pathlib import Path
 
 import polars as pl
 import pytest
+from hypothesis import settings
 
 from stages import tables, warmstart
 from stages.settings import Machine
 
 pytest_plugins = ("small_run",)
+
+settings.register_profile("patient", deadline=None)  # a machine may be busy
+settings.load_profile("patient")
 
 VECTORS = Path(__file__).parent / "vectors"
 CPU = Machine()

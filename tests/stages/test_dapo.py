@@ -26,7 +26,7 @@ HANDS = ("hand", "hand_plus_fully_masked_row")
 AGGREGATIONS = get_args(dapo.Aggregation)
 EVERY = list(product(get_args(dapo.Objective), AGGREGATIONS))
 SEEDS = st.integers(0, 10**6)
-few = settings(max_examples=15, deadline=None)
+few = settings(max_examples=15)
 
 
 class Batch(NamedTuple):

@@ -326,7 +326,7 @@ def test_the_order_of_rows_and_shards_changes_nothing(seed: int, tmp_path: Path)
         assert left == right, table
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(accs=any_groups, batch_groups=st.integers(1, 6), cut=st.integers(0, 10))
 def test_every_group_is_accounted_for_and_the_batch_holds_the_kept_ones_whole(
     accs: dict[str, list[float | None]], batch_groups: int, cut: int

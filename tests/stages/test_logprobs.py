@@ -96,7 +96,7 @@ def test_logprobs_are_of_logits_over_temperature() -> None:
     assert found.tolist() == pytest.approx(case["all_right"], abs=1e-6)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(
     tokens=st.integers(0, 9),
     vocabulary=st.integers(1, 30),

@@ -333,7 +333,7 @@ def test_a_prompt_without_an_id_is_known_by_its_content(tmp_path: Path) -> None:
         (
             {**SUM, "task": "chess"},
             "task",
-            "'chess' has no checker; known tasks: arithmetic, exact",
+            "'chess' has no checker; known tasks: arithmetic, class",
         ),
         ({"answer": 3}, "prompt", "is missing; the row has answer"),
         ([], None, r"expected a JSON object, found \[\]"),
@@ -669,7 +669,7 @@ def test_a_file_and_a_dataset_at_once_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ({"task": "chess"}, "expected one of arithmetic, exact"),
+        ({"task": "chess"}, "expected one of arithmetic, class"),
         ({"template": "Solve this"}, r"expected \{prompt\}"),
         ({"answer_pattern": "#### .+"}, "one group, found 0"),
         ({"answer_pattern": "("}, "not a regular expression"),

@@ -134,4 +134,5 @@ def test_the_metrics_count_what_was_judged(tmp_path: Path) -> None:
         config=Config(l_max=10, l_cache=4),
         machine=CPU,
     )
-    assert metrics == {"acc": 0.5, "reward": -0.25, "penalised": 1, "unscorable": 1}
+    counts = {"penalised": 1, "unscorable": 1, "failed_checks": 0}
+    assert metrics == {"acc": 0.5, "reward": -0.25} | counts

@@ -33,7 +33,7 @@ def drawn(selection: Path) -> list[str]:
     return tables.read(selection, "selection")["prompt_id"].to_list()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(count=st.integers(1, 9), sizes=st.lists(st.integers(1, 20), min_size=1, max_size=4))
 def test_chained_selections_are_one_stream_of_whole_epochs(count: int, sizes: list[int]) -> None:
     with TemporaryDirectory() as parent:
