@@ -88,6 +88,12 @@ class RunConfig(Settings):
                 f"score.l_max={self.score.l_max} but rollout.max_tokens="
                 f"{self.rollout.max_tokens}: the overlong buffer must end where responses do"
             )
+        context = self.rollout.context
+        if self.score.overlong and context is not None and context <= self.rollout.max_tokens:
+            raise ValueError(
+                f"rollout.context={context} leaves no prompt room beside rollout.max_tokens="
+                f"{self.rollout.max_tokens}: responses would be cut before the overlong buffer ends"
+            )
         ours, theirs = self.prompts, self.heldout
         if (ours.file, ours.dataset) == (theirs.file, theirs.dataset) != (None, None) and (
             (ours.split_fraction, ours.split_seed) != (theirs.split_fraction, theirs.split_seed)
@@ -204,6 +210,8 @@ def _keys(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any]]
         kind = kinds[0] if len(kinds) == 1 else field.annotation
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             yield from _keys(kind, f"{prefix}{name}.")
+            if prefix:  # else it is a group
+                yield f"{prefix}{name}", kind
         else:
             yield f"{prefix}{name}", kind
 

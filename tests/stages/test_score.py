@@ -92,6 +92,46 @@ def test_an_unscorable_response_has_no_reward_but_keeps_its_penalty(tmp_path: Pa
     assert row["penalty"] == -1
 
 
+def test_further_parts_are_columns_with_weights_in_the_reward(tmp_path: Path) -> None:
+    config = Config.model_validate(
+        {
+            "overlong": False,
+            "parts": {
+                "form": {"task": "format", "weight": 0.5},
+                "letters": {"task": "exact", "weight": -1.0},
+            },
+            "tasks": {"format": {"tags": ["think"]}},
+        }
+    )
+    given = [{"text": "<think>3+3</think>\nAnswer: 6"}, {"text": "Answer: 6.0"}]
+    scores = run(tmp_path, *given, config=config)
+    assert scores["acc"].to_list() == [1, 1]
+    assert scores["reward"].to_list() == [1 + 0.5 - 1, 1]
+    [file] = tmp_path.rglob("scores/part-*.parquet")
+    written = pl.read_parquet(file)
+    assert written.select("part_form", "part_letters").rows() == [(1, 1), (0, 0)]
+
+
+def test_one_task_can_be_set_for_every_prompt(tmp_path: Path) -> None:
+    scores = run(
+        tmp_path, {"text": "so \\boxed{\\frac{12}{2}}"}, config=Config(task="math", overlong=False)
+    )
+    assert scores["verdict"].to_list() == ["right"]
+
+
+def test_a_checker_that_fails_makes_no_reward(tmp_path: Path) -> None:
+    config = Config.model_validate(
+        {"overlong": False, "task": "custom", "tasks": {"custom": {"function": f"{__name__}:fail"}}}
+    )
+    scores = run(tmp_path, {}, config=config)
+    assert scores.select("acc", "reward", "verdict").row(0) == (None, None, "unscorable")
+    assert "ZeroDivisionError" in scores["extracted"][0]
+
+
+def fail(text: str, gold: str) -> float:
+    return 1 / 0
+
+
 def test_a_truncated_response_is_wrong_by_the_engines_word_only(tmp_path: Path) -> None:
     scores = run(tmp_path, {"finish_reason": "length"}, {"finish_reason": "stop"})
     assert scores["verdict"].to_list() == ["truncated", "right"]
