@@ -12,8 +12,9 @@ TORCH := $(if $(UV_FIND_LINKS),,--torch-backend=cpu)
 demo: .venv/installed
 	$(BIN)/dapo train experiment=demo
 
+# a thread for each of two processes: OpenMP threads that outnumber the cores wait for each other
 test: .venv/installed lint
-	$(BIN)/pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile
 
 lint: .venv/installed
 	$(BIN)/ruff check .

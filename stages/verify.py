@@ -8,11 +8,11 @@ import polars as pl
 from pydantic import Field
 
 from stages import tables
-from stages.checkers import Verdict
+from stages.checkers import Checker, Verdict
 from stages.checkers.code import Code
 from stages.checkers.custom import Custom
 from stages.checkers.maths import Arithmetic, Math
-from stages.checkers.pool import Checker, Job, Pool
+from stages.checkers.pool import Job, Pool
 from stages.checkers.texts import F1, Choice, Classification, Exact, Format, Translation
 from stages.errors import InputError
 from stages.settings import Settings

@@ -1,6 +1,9 @@
 """Checkers: (response text, gold answer) → verdict, one class of settings per task."""
 
+from abc import abstractmethod
 from typing import NamedTuple
+
+from stages.settings import Settings
 
 
 class Verdict(NamedTuple):
@@ -13,6 +16,21 @@ class Verdict(NamedTuple):
     acc: float | None
     verdict: str
     extracted: str | None
+
+
+class Checker(Settings):
+    """The settings of a task, and what judges by them."""
+
+    def prepare(self) -> None:
+        """What a worker process does once, before its first check."""
+
+    @abstractmethod
+    def check(self, text: str, gold: str) -> Verdict:
+        """Judge a response by the prompt's answer."""
+
+    @abstractmethod
+    def gold_problem(self, gold: str) -> str | None:
+        """Why no response could be right by this gold; None if one could."""
 
 
 def graded(acc: float, extracted: str | None) -> Verdict:

@@ -41,9 +41,8 @@ from typing import IO, Any, Literal, NamedTuple
 
 from pydantic import Field
 
-from stages.checkers import Verdict, unscorable
+from stages.checkers import Checker, Verdict, unscorable
 from stages.errors import InputError
-from stages.settings import Settings
 
 PYTHON = os.path.realpath(sys.executable)  # not the virtual environment's link, which has no stdlib
 FAILURES = {"wrong", "error", "memory", "timeout"}
@@ -71,7 +70,7 @@ class Run(NamedTuple):
     seconds: float = 0.0
 
 
-class Code(Settings):
+class Code(Checker):
     """Right where all tests pass; `extracted` is then the program, else what went wrong first.
 
     Gold is JSON: {"tests": "asserts, run after the program"}, where the program is a module and

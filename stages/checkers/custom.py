@@ -6,11 +6,10 @@ from typing import Any
 
 from pydantic import field_validator
 
-from stages.checkers import Verdict, graded, unscorable
-from stages.settings import Settings
+from stages.checkers import Checker, Verdict, graded, unscorable
 
 
-class Custom(Settings):
+class Custom(Checker):
     """`function`, such as `my_package.rewards:judge`, imported when the settings are read.
 
     It is called as `judge(text: str, gold: str)`, in a worker process, with the response and the
@@ -25,6 +24,10 @@ class Custom(Settings):
     def _can_be_called(cls, function: str) -> str:
         _imported(function)
         return function
+
+    def prepare(self) -> None:
+        """Import the function's module, however long that takes."""
+        _imported(self.function)
 
     def check(self, text: str, gold: str) -> Verdict:
         found = _imported(self.function)(text, gold)

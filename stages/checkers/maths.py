@@ -10,9 +10,8 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
-from stages.checkers import Verdict, unscorable
+from stages.checkers import Checker, Verdict, unscorable
 from stages.checkers.answers import balanced, bare, final_answer, plain
-from stages.settings import Settings
 
 # bounded, so that no model can make the checker compute 10 ** 999999999
 DIGITS = r"[0-9]{1,64}"
@@ -31,7 +30,7 @@ DECIMAL_TOLERANCE = "1e-6"
 ANSWER_LINE = re.compile(r"^Answer:(.*)$", re.MULTILINE)
 
 
-class Arithmetic(Settings):
+class Arithmetic(Checker):
     """The last `Answer: N` line, to the letter, compared as an exact rational number.
 
     A gold that is not a number makes the response unscorable, never right and never wrong.
@@ -51,7 +50,7 @@ class Arithmetic(Settings):
         return None if number(gold.strip()) is not None else f"the gold {gold!r} is not a number"
 
 
-class Math(Settings):
+class Math(Checker):
     """The final answer as a mathematical object; a hedge or a list of candidates is wrong."""
 
     def quick(self, text: str, gold: str) -> Verdict | str:

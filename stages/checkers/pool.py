@@ -6,27 +6,15 @@ import resource
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, TimeoutError
 from types import TracebackType
-from typing import NamedTuple, Protocol, Self
+from typing import NamedTuple, Self
 
 from pebble import ProcessExpired, ProcessPool
 
-from stages.checkers import Verdict, unscorable
+from stages.checkers import Checker, Verdict, unscorable
 from stages.errors import InputError
 
-PRELOADED = ["math_verify", "stages.checkers.maths"]  # imported once, and forked
+PRELOADED = ["math_verify", "sacrebleu", "stages.verify"]  # imported once, and forked
 MIB = 2**20
-
-
-class Checker(Protocol):
-    """The settings of a task, and what judges by them."""
-
-    def check(self, text: str, gold: str) -> Verdict:
-        """Judge the response by the prompt's answer."""
-        ...
-
-    def gold_problem(self, gold: str) -> str | None:
-        """Why no response could be right; None if one can."""
-        ...
 
 
 class Job(NamedTuple):
@@ -116,6 +104,8 @@ def _begin(checkers: Mapping[str, Checker], mib: int) -> None:
     """A worker's first deed."""
     global _checkers
     _checkers = checkers
+    for checker in checkers.values():
+        checker.prepare()
     with open("/proc/self/statm") as file:
         pages = int(file.read().split()[0])
     limit = pages * resource.getpagesize() + mib * MIB

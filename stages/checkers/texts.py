@@ -12,9 +12,8 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from stages.checkers import Verdict, graded, unscorable
+from stages.checkers import Checker, Verdict, graded, unscorable
 from stages.checkers.answers import bare, final_answer
-from stages.settings import Settings
 
 # Chinese and Japanese put no spaces between words, so each character counts as one
 CJK = r"\u3005-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
@@ -40,7 +39,7 @@ SCRIPTS = {  # which words the Unicode name of a letter has; elsewhere the scrip
 LETTERS_IN_SCRIPT = 0.9  # the rest may be names and formulas
 
 
-class Compared(Settings):
+class Compared(Checker):
     """An answer that is compared with a gold; an unusable gold makes the response unscorable."""
 
     def check(self, text: str, gold: str) -> Verdict:
@@ -227,7 +226,7 @@ class Translation(Compared):
         return 1.0 if abs(score - 100) < 1e-9 else score / 100
 
 
-class Format(Settings):
+class Format(Checker):
     """Whether the whole response has the form that is asked; `extracted` is the first thing amiss.
 
     `re` knows no time limit, and a pattern such as (a+)+b may take for ever: whoever checks with a

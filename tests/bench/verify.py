@@ -1,20 +1,25 @@
-"""Answers per second: `math` of stages/verify.py beside plain math-verify, on the same answers.
+"""`math` of stages/verify.py beside plain math-verify: public cases, and answers per second.
 
     python tests/bench/verify.py
 
-The mixed set is what a run of competition mathematics looks like: 95 % whole numbers, the rest
-fractions, roots and expressions, eight responses to a prompt. Ratios are of the same run.
+The mixed set is what a run of competition mathematics looks like: 98 % whole numbers, the rest
+roots, polynomials and intervals, eight responses to a prompt. Ratios are of the same run. The
+poisonous set is answers that keep sympy for ever.
 """
 
+import json
 import random
+import re
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from math_verify import parse, verify
 
-from stages.verify import Answered, Judges
+from stages.verify import Answered, Judges, Tasks
 
-PROMPTS, N = 500, 8
+PAIRS = Path(__file__).parents[1] / "vectors" / "math_pairs.jsonl"
+PROMPTS, N = 1000, 8
 HARD = [
     (r"\frac{{\sqrt{{{}}}}}{{2}}", r"\frac{{{}}}{{2\sqrt{{{}}}}}"),
     (r"(x+{})^2", r"x^2+2\cdot {}x+{}^2"),
@@ -44,6 +49,56 @@ def plain(responses: list[Answered]) -> None:
         verify(gold, answer, timeout_seconds=None)
 
 
+def pairs() -> None:
+    """Which public cases each checker judges as they should be."""
+    cases = [json.loads(line) for line in PAIRS.read_text().splitlines()]
+    golds = ["" if case["gold"] is None else str(case["gold"]) for case in cases]
+    responses = [
+        Answered("math", case["response"], gold, False)
+        for case, gold in zip(cases, golds, strict=True)
+    ]
+    with Judges() as judges:
+        ours = [verdict.acc for verdict in judges.judge(responses)]
+    found = {
+        "ours": ours,
+        "plain math-verify": [_plain(case["response"], case["gold"]) for case in cases],
+        "regular expression": [_regex(case["response"], case["gold"]) for case in cases],
+    }
+    for name, accs in found.items():
+        wrong = [
+            case["id"]
+            for case, acc in zip(cases, accs, strict=True)
+            if acc != (None if case["correct"] is None else float(case["correct"]))
+        ]
+        print(f"{name}: {len(cases) - len(wrong)} of {len(cases)} cases; not {' '.join(wrong)}")
+
+
+def _plain(response: str, gold: object) -> float:
+    expected, answer = (parse(each, parsing_timeout=None) for each in (gold, response))
+    return float(verify(expected, answer, timeout_seconds=None))
+
+
+def _regex(response: str, gold: object) -> float:
+    found = re.findall(r"Answer:\s*(\S+)", response)
+    return float(bool(found) and found[-1] == str(gold))
+
+
+def poisonous() -> None:
+    """How long a set takes in which every check runs into its limit."""
+    hangs = [Answered("math", f"Answer: {i}^{{9^{{9^9}}}}", r"\pi", False) for i in range(2, 14)]
+    limit, workers = 1.0, 2
+    with Judges(Tasks(timeout_s=limit), workers=workers) as judges:
+        started = time.perf_counter()
+        verdicts = judges.judge(hangs)
+        took = time.perf_counter() - started
+    timeouts = sum(verdict.verdict == "timeout" for verdict in verdicts)
+    ideal = len(hangs) * limit / workers
+    print(
+        f"poisonous: {timeouts} timeouts of {len(hangs)} in {took:.1f} s; "
+        f"rows × limit ÷ workers is {ideal:.1f} s"
+    )
+
+
 def rate(work: Callable[[list[Answered]], object], responses: list[Answered]) -> float:
     """Responses per second of wall time."""
     started = time.perf_counter()
@@ -52,7 +107,9 @@ def rate(work: Callable[[list[Answered]], object], responses: list[Answered]) ->
 
 
 def main() -> None:
-    mixed, hard = answers(0.05, PROMPTS), answers(1.0, PROMPTS // 4)
+    pairs()
+    poisonous()
+    mixed, hard = answers(0.02, PROMPTS), answers(1.0, PROMPTS // 8)
     plain(hard[:1])  # imports
     reference = rate(plain, mixed)
     print(f"mixed set, plain math-verify: {reference:.0f} answers/s")

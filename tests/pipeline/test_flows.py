@@ -131,16 +131,19 @@ def test_every_stage_is_a_task_with_its_inputs_as_edges_and_a_page_per_step(
     assert page["data"].startswith("# Step 2") and "clipped low / high" in page["data"]
 
 
-def test_a_round_that_is_sampled_ahead_is_a_task_beside_the_update(
+def test_a_round_that_two_engines_sample_ahead_is_a_task_beside_the_update(
     server: Server, data: Path
 ) -> None:
-    run = train(data, server.environment, "run=ahead", "schedule=one_step_off", "schedule.steps=2")
+    changes = ["run=ahead", "schedule=one_step_off", "schedule.steps=2", "machine.engines=2"]
+    run = train(data, server.environment, *changes)
     output = run.communicate()[0]
     assert run.returncode == 0, output
     flow = server.newest_flow_run()
     found = server.post("/task_runs/filter", flow_runs={"id": {"any_": [flow["id"]]}})
     states = [t["state_name"] for t in found if t["name"] == "step-2 / round-0 / rollout"]
     assert sorted(states) == ["Cached", "Completed"]  # sampled, and later taken up
+    names = {task["name"] for task in found}
+    assert names >= {f"step-2 / round-0 / rollout / engine-{engine}" for engine in (0, 1)}
     batch = tables.read(data / "runs/ahead/step_0002/round_0/filter", "batch")
     assert batch["age"].unique().to_list() == [1]
 

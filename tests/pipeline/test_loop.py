@@ -126,7 +126,6 @@ def test_a_prompts_file_that_changed_its_content_is_noticed(tmp_path: Path) -> N
     [
         "step_0000/.draft-warmstart-*",
         "step_0001/round_0/.draft-rollout-*",
-        "step_0001/round_0/score",
         "step_0001/.draft-update-*",
         "step_0002/round_0/filter",
     ],
