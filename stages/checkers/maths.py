@@ -17,11 +17,11 @@ from stages.checkers.answers import balanced, bare, final_answer, plain
 DIGITS = r"[0-9]{1,64}"
 NUMBER = re.compile(rf"[-+]?({DIGITS}(\.{DIGITS}|/0{{0,63}}[1-9][0-9]{{0,63}})?|\.{DIGITS})")
 FRACTION = re.compile(rf"([-+]?)\\[dt]?frac\{{({DIGITS})\}}\{{({DIGITS})\}}")
-THOUSANDS = re.compile(r"[-+]?[0-9]{1,3}(,[0-9]{3}){1,21}(\.[0-9]{1,64})?")
+THOUSANDS = re.compile(r"[-+]?[0-9]{1,3}(?:(,[0-9]{3}){1,21}|( [0-9]{3}){1,21})(\.[0-9]{1,64})?")
 SPACES = re.compile(r"\\[ ,;:!]|~")
 CIRCLE = re.compile(r"\s*(\^\s*\{?\s*\\circ\s*\}?|°|\\degree)$")
 ROOT = re.compile(r"\\sqrt\s*\(([^()]*)\)")  # math-verify drops what is not in braces
-NO_MATTER = re.compile(r"\s+|\\(?:left|right)(?![a-zA-Z])")
+NO_MATTER = re.compile(r"(?<![0-9])\s+|\s+(?![0-9])|\\(?:left|right)(?![a-zA-Z])")  # 3 4 is not 34
 LONGEST = 2000  # characters of an answer that are read at all
 DIGITS_COMPARED, TOLERANCE = 30, "1e-12"  # relative, of numbers that are no decimals
 DECIMAL_TOLERANCE = "1e-6"
@@ -58,7 +58,7 @@ class Math(Checker):
         answer = final_answer(text)
         if answer is None:
             return Verdict(0.0, "no_answer", None)
-        answer = answer[:LONGEST]
+        answer = " ".join(answer[:LONGEST].split())
         if not gold.strip():
             return unscorable("the gold answer is empty")
         mine, theirs = tidy(answer), tidy(bare(gold))
@@ -96,11 +96,11 @@ class Math(Checker):
 
 
 def tidy(answer: str) -> str:
-    """Without full-width forms, thin spaces, thousands commas and a degree sign at the end."""
-    answer = SPACES.sub("", plain(answer).replace("{,}", ","))
+    """Without full-width forms, LaTeX spaces, thousands commas and a degree sign at the end."""
+    answer = SPACES.sub(" ", plain(answer).replace("{,}", ","))
     answer = CIRCLE.sub("", answer).strip()
     if THOUSANDS.fullmatch(answer):
-        answer = answer.replace(",", "")
+        answer = answer.replace(",", "").replace(" ", "")
     return answer
 
 

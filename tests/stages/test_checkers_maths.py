@@ -44,6 +44,9 @@ def test_public_cases_of_right_and_wrong_answers(case: dict[str, object]) -> Non
         ("(x+1)^2", "x^2+2x+1"),
         ("3x-y+13=0", "3*x-1*y+13=0"),
         ("x=34", "34"),
+        ("1 000", "1000"),
+        ("1\\,000", "1000"),
+        ("\\left( \\dfrac{1}{2}, 3 \\right)", r"(\frac{1}{2},3)"),
         ("2^{10}", "1024"),
         (r"\frac{1}{2004!}", r"\frac{1}{2004!}"),
     ],
@@ -60,6 +63,8 @@ def test_what_is_equal_is_right(answer: str, gold: str) -> None:
         ("3.14159", r"\pi"),
         ("1/3", "0.333333"),
         ("34, 34", "34"),
+        ("3 4", "34"),
+        ("3\\,4", "34"),
         ("34 or 34", "34"),
         (r"\text{odd}", r"\text{even}"),
         ("x<3", r"(-\infty,3)"),  # math-verify reads an inequality as its set in one order only
