@@ -2,9 +2,8 @@
 
     python tests/bench/verify.py
 
-The mixed set is what a run of competition mathematics looks like: 98 % whole numbers, the rest
-roots, polynomials and intervals, eight responses to a prompt. Ratios are of the same run. The
-poisonous set is answers that keep sympy for ever.
+A set is whole numbers, and a share of prompts whose answers are roots, polynomials and intervals,
+eight responses to each. Ratios are of the same run. The poisonous set keeps sympy for ever.
 """
 
 import json
@@ -109,20 +108,21 @@ def rate(work: Callable[[list[Answered]], object], responses: list[Answered]) ->
 def main() -> None:
     pairs()
     poisonous()
-    mixed, hard = answers(0.02, PROMPTS), answers(1.0, PROMPTS // 8)
+    hard = answers(1.0, PROMPTS // 8)
     plain(hard[:1])  # imports
-    reference = rate(plain, mixed)
-    print(f"mixed set, plain math-verify: {reference:.0f} answers/s")
     rates = {}
     for workers in (1, 2):
         with Judges(workers=workers) as judges:
             judges.judge(hard[:workers])  # the workers start
             rates[workers] = rate(judges.judge, hard)
-            mine = rate(judges.judge, mixed)
-        print(f"{workers} worker(s): mixed {mine:.0f} answers/s, {mine / reference:.1f} × plain")
-        print(f"             hard {rates[workers]:.0f} answers/s")
-    print(f"hard, 2 workers ÷ 1: {rates[2] / rates[1]:.2f}")
-    print(f"hard, 1 worker ÷ plain: {rates[1] / rate(plain, hard):.2f}")
+    print(f"algebra alone: 2 workers ÷ 1: {rates[2] / rates[1]:.2f}")
+    print(f"algebra alone: 1 worker ÷ plain: {rates[1] / rate(plain, hard):.2f}")
+    with Judges(workers=2) as judges:
+        judges.judge(hard[:2])
+        for share in (0.0, 0.005, 0.02):
+            mixed = answers(share, PROMPTS)
+            ours, theirs = rate(judges.judge, mixed), rate(plain, mixed)
+            print(f"{share:.1%} algebra: {ours:.0f} answers/s, {ours / theirs:.1f} × plain")
 
 
 if __name__ == "__main__":
