@@ -173,7 +173,7 @@ POISON = [
     "Answer: " + r"\frac{1}{" * 300 + "1" + "}" * 300,
     "Answer: " + "(" * 1000 + ")" * 1000,
 ]
-SOON = Tasks(timeout_s=1.0, memory_mib=256)
+SOON = Tasks(timeout_s=2.0, memory_mib=256)
 
 
 def hang(text: str, gold: str) -> float:
@@ -235,7 +235,7 @@ def works(process: psutil.Process) -> bool:
 @pytest.mark.parametrize(
     ("function", "verdict", "said"),
     [
-        ("hang", (0.0, "timeout"), "longer than 1 s"),
+        ("hang", (0.0, "timeout"), "longer than 2 s"),
         ("eat", (0.0, "memory"), "more memory"),
         ("die", (0.0, "crash"), "ended its process"),
         ("fail", (None, "unscorable"), "KeyError: 'what'"),
