@@ -1,8 +1,8 @@
 """Judge responses: each prompt's task names a checker, (text, gold) → verdict."""
 
 from collections.abc import Iterator, Sequence
-from types import TracebackType
-from typing import NamedTuple, Self
+from contextlib import AbstractContextManager
+from typing import NamedTuple
 
 import polars as pl
 from pydantic import Field
@@ -57,7 +57,7 @@ class Answered(NamedTuple):
     truncated: bool
 
 
-class Judges:
+class Judges(AbstractContextManager["Judges"]):
     """Judges responses; the hard ones in worker processes, which `with` ends.
 
     Args:
@@ -76,17 +76,8 @@ class Judges:
             memory_mib=max(self.tasks.memory_mib, self.tasks.code.memory_mib),
         )
 
-    def __enter__(self) -> Self:
-        self._pool.__enter__()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._pool.__exit__(kind, error, trace)
+    def __exit__(self, *_: object) -> None:
+        self._pool.close()
 
     def judge(self, responses: Sequence[Answered]) -> list[Verdict]:
         """The verdicts, in the order of the responses."""

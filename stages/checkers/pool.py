@@ -5,8 +5,7 @@ import os
 import resource
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, TimeoutError
-from types import TracebackType
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 from pebble import ProcessExpired, ProcessPool
 
@@ -26,7 +25,7 @@ class Job(NamedTuple):
 
 
 class Pool:
-    """Worker processes, started when first needed; `with` ends them.
+    """Worker processes, started when first needed, and ended by `close`.
 
     Args:
         checkers: by task.
@@ -51,15 +50,8 @@ class Pool:
         self.memory_mib = memory_mib
         self._pool: ProcessPool | None = None
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """End the workers; what is judged next starts others."""
         if self._pool is not None:
             self._pool.stop()
             self._pool.join()

@@ -13,7 +13,7 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 
 from stages.checkers import Checker, Verdict, graded, unscorable
-from stages.checkers.answers import bare, final_answer
+from stages.checkers.answers import bare, final_answer, nfkc
 
 # Chinese and Japanese put no spaces between words, so each character counts as one
 CJK = r"\u3005-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
@@ -104,7 +104,7 @@ class Choice(Compared):
         expected = self._expected(gold)
         if len(expected) == 1:
             return float(self._one(answer) == expected)
-        return float(set("".join(_listed(plain(answer).upper()))) == expected)
+        return float(set("".join(_listed(unmarked(answer).upper()))) == expected)
 
     @property
     def _options(self) -> set[str]:
@@ -114,14 +114,14 @@ class Choice(Compared):
         """The letters of a gold. `AC` is two, but `CAB` is a word: of another task, very likely."""
         if one := self._one(gold):
             return one
-        runs = _listed(plain(gold).upper())
+        runs = _listed(unmarked(gold).upper())
         letters = set("".join(runs))
         in_order = len(runs) != 1 or runs[0] == "".join(sorted(letters))
         return letters if in_order and letters <= self._options else set()
 
     def _one(self, answer: str) -> set[str]:
         """The only option that is named, or nothing."""
-        answer = plain(answer)
+        answer = unmarked(answer)
         if (match := OPTION.match(answer)) is None:
             return set()
         rest = answer[match.end() :]
@@ -178,7 +178,7 @@ class Classification(Compared):
         return own + [(other, label) for label, others in self.aliases.items() for other in others]
 
     def _key(self, text: str) -> str:
-        key = " ".join(plain(text).rstrip(MARKUP + ".。").split())
+        key = " ".join(unmarked(text).rstrip(MARKUP + ".。").split())
         return key if self.case else key.casefold()
 
 
@@ -308,16 +308,7 @@ def f1(answer: str, gold: str) -> float:
     return 2 * (ours & theirs).total() / max(ours.total() + theirs.total(), 1)
 
 
-def nfkc(text: str) -> str:
-    """Full-width letters and the like by their plain forms."""
-    # in pieces: Python takes n² to order n combining marks, 13 s for 100,000
-    return "".join(
-        unicodedata.normalize("NFKC", text[start : start + 1000])
-        for start in range(0, len(text), 1000)
-    )
-
-
-def plain(answer: str) -> str:
+def unmarked(answer: str) -> str:
     """The answer without quotes, Markdown and the LaTeX of text."""
     return LATEX.sub(r"\1", nfkc(bare(answer))).replace("**", "").strip(MARKUP)
 

@@ -197,6 +197,10 @@ def share(text: str, gold: str) -> tuple[float, str]:
     return text.count(gold) / len(text), "counted"
 
 
+def refuse(text: str, gold: str) -> float:
+    raise InputError("no such machine")
+
+
 def cannot_say(text: str, gold: str) -> None:
     return None
 
@@ -250,6 +254,11 @@ def test_a_checker_of_ones_own_is_called_in_a_worker(
         [found] = judges.judge([Answered("custom", "abab", "a", False)])
     assert found[:2] == verdict
     assert said in str(found.extracted)
+
+
+def test_what_is_no_responses_fault_stops_the_stage() -> None:
+    with Judges(custom("refuse")) as judges, pytest.raises(InputError, match="no such machine"):
+        judges.judge([Answered("custom", "abab", "a", False)])
 
 
 def test_a_checker_that_cannot_be_imported_is_refused_with_the_settings() -> None:
