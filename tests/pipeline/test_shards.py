@@ -149,6 +149,16 @@ def test_groups_that_no_engine_completed_in_time_are_skipped_by_name(
         built(tmp_path / "rollout", inputs, engines=2, time_limit_s=1e-9)
 
 
+def test_what_the_engines_left_undone_is_not_sampled_once_more_to_publish(
+    inputs: dict[str, Path], tmp_path: Path
+) -> None:
+    with Runner(Machine(engines=2), logs=tmp_path) as runner:
+        runner.spread = lambda run, jobs: [{} for _ in jobs]
+        with pytest.raises(InputError, match="none of 6 groups was complete"):
+            config = rollout.Config(**SAMPLING, time_limit_s=60)
+            runner.build("rollout", out=tmp_path / "rollout", config=config, inputs=inputs)
+
+
 def test_what_engines_record_is_summed_or_the_worst_is_kept() -> None:
     fast = {"generated": 4, "tokens_per_second": 10.0, "probe_gap_max": 1e-6, "start_s": 3.0}
     slow = {"generated": 2, "tokens_per_second": 5.0, "probe_gap_max": 2e-6, "start_s": 4.0}

@@ -44,6 +44,8 @@ def test_public_cases_of_right_and_wrong_answers(case: dict[str, object]) -> Non
         ("(x+1)^2", "x^2+2x+1"),
         ("3x-y+13=0", "3*x-1*y+13=0"),
         ("x=34", "34"),
+        ("34", "34^\\circ"),
+        ("34°", "34"),
         ("1 000", "1000"),
         ("1\\,000", "1000"),
         ("\\left( \\dfrac{1}{2}, 3 \\right)", r"(\frac{1}{2},3)"),

@@ -198,6 +198,8 @@ def test_the_surplus_is_carried_and_goes_first_next_time(tmp_path: Path) -> None
     assert first.carried["age"].to_list() == [0, 0]
 
     second = run(tmp_path, groups(s0g0=MIXED, s0g1=MIXED), carried=first.out, batch_groups=2)
+    # what waited says nothing of how many of the sampled are informative
+    assert (second.metrics["groups"], second.metrics["sampled"]) == (3, 2)
     assert second.of("kept") == {"s1g2", "s0g0"}
     ages = dict(second.batch.select("group_id", "age").iter_rows())
     assert ages == {"s1g2": 1, "s0g0": 0}
