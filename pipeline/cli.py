@@ -376,15 +376,9 @@ def _progress() -> Iterator[None]:
             stage = note.partition(":")[0]
             if stage not in rows:
                 rows[stage] = bar.add_task(note, total=total)
-            elif not done:
-                bar.reset(rows[stage], total=total)
-            bar.update(
-                rows[stage],
-                completed=done,
-                total=total,
-                description=note,
-                visible=done < total,
-            )
+            bar.update(rows[stage], completed=done, total=total, description=note)
+            if done >= total:
+                bar.remove_task(rows.pop(stage))
 
         token = progress.listener.set(listen)
         try:
