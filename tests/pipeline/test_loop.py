@@ -50,6 +50,7 @@ def test_every_step_has_all_its_artifacts(finished: Path) -> None:
     assert places == rounds | {
         *("prompts", "heldout", "step_0000/warmstart", "step_0000/evaluate"),
         *("step_0001/round_0/filter", "step_0001/update"),
+        *("step_0002/round_0/filter", "step_0002/update", "step_0002/evaluate"),
     }
 
 
