@@ -1,10 +1,11 @@
-r"""Mathematical answers: numbers exactly and at once, all else by math-verify and sympy.
+r"""Mathematical answers: numbers exactly and at once, what is left by math-verify and sympy.
 
 Math-Verify (https://github.com/huggingface/Math-Verify) parses LaTeX and compares expressions,
 sets, intervals, matrices, equations, quantities with units. What it calls equal is looked at once
 more: it compares numerically, so that 1/2004! and 1/2006! are equal to it, and 34, 34 is 34.
 """
 
+import logging
 import re
 from fractions import Fraction
 from functools import lru_cache
@@ -12,6 +13,7 @@ from typing import Any
 
 from stages.checkers import Checker, Verdict, unscorable
 from stages.checkers.answers import balanced, bare, final_answer, plain
+from stages.checkers.intervals import same_value
 
 # bounded, so that no model can make the checker compute 10 ** 999999999
 DIGITS = r"[0-9]{1,64}"
@@ -26,6 +28,8 @@ LONGEST = 2000  # characters of an answer that are read at all
 DIGITS_COMPARED, TOLERANCE = 30, "1e-12"  # relative, of numbers that are no decimals
 DECIMAL_TOLERANCE = "1e-6"
 
+# it warns at each start that its own timeouts are off: the workers have one
+logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 ANSWER_LINE = re.compile(r"^Answer:(.*)$", re.MULTILINE)
 
@@ -65,6 +69,8 @@ class Math(Checker):
         if _spelling(mine) == _spelling(theirs):
             return Verdict(1.0, "right", answer)
         right = _same_number(mine, theirs)
+        if right is None:
+            right = same_value(mine, theirs)
         return f"Answer: {answer}" if right is None else _judged(right, answer)
 
     def check(self, text: str, gold: str) -> Verdict:

@@ -5,6 +5,7 @@ import os
 import resource
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, TimeoutError
+from concurrent.futures.process import BrokenProcessPool
 from typing import NamedTuple
 
 from pebble import ProcessExpired, ProcessPool
@@ -85,6 +86,11 @@ class Pool:
             return Verdict(
                 0.0, "timeout", f"the check took longer than {self.timeout_s[job.task]:g} s"
             )
+        except BrokenProcessPool as error:
+            raise InputError(
+                "the checkers' processes do not start, which import the program that starts them: "
+                'let it begin its work below `if __name__ == "__main__":`'
+            ) from error
         except ProcessExpired as error:
             return Verdict(0.0, "crash", f"the check ended its process: {error}")
 

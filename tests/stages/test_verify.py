@@ -1,6 +1,8 @@
 """Right, wrong, no answer, or nobody can say: whatever text a model may write."""
 
 import os
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -261,6 +263,23 @@ def test_a_checker_of_ones_own_is_called_in_a_worker(
 def test_what_is_no_responses_fault_stops_the_stage() -> None:
     with Judges(custom("refuse")) as judges, pytest.raises(InputError, match="no such machine"):
         judges.judge([Answered("custom", "abab", "a", False)])
+
+
+def test_a_program_that_starts_itself_again_in_each_worker_is_told_so(tmp_path: Path) -> None:
+    script = tmp_path / "unguarded.py"
+    script.write_text(
+        "from stages.verify import Answered, Judges\n"
+        "with Judges(workers=1) as judges:\n"
+        "    judges.judge([Answered('math', 'Answer: x=3', 'x+1=4', False)])\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, script],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode != 0
+    assert "InputError: the checkers' processes do not start" in ended.stderr
 
 
 def test_a_checker_that_cannot_be_imported_is_refused_with_the_settings() -> None:
