@@ -1,26 +1,46 @@
 """Dynamic sampling: keep the groups that are neither all right nor all wrong."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
 import polars as pl
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from stages import dapo, tables
 from stages import policy as policies
 from stages.errors import InputError
 from stages.settings import Machine, Settings
 
+ACC, PART = "acc", "part_"
 GROUP = ["group_id", "prompt_id", "policy", "age", "sampled"]  # the same in all its rows
 CANDIDATE = [name for name in tables.SCHEMAS["batch"].names if name != "advantage"]
+COLUMNS = [*CANDIDATE, "metric", "sampled"]
+PIECE = 2 * tables.ROWS_PER_GROUP  # rows with their tokens that are in memory at a time
+WHAT = "rollouts, scores or carried rows"
 
 
 class Config(Settings):
     batch_groups: int = Field(16, ge=1)  # groups that one training step needs
     dynamic_sampling: bool = True  # off: every group with two scored responses is kept (GRPO)
+    metric: str = ACC  # or a reward part, as score.parts names it
+    tolerance: float = Field(0, ge=0)  # dropped if the metric's max - min is at most this
+    # the share of such groups that is kept all the same
+    keep_all_right: float = Field(0, ge=0, le=1)
+    keep_all_wrong: float = Field(0, ge=0, le=1)
     max_age: int = Field(1, ge=0)  # steps that a surplus group may wait; 0 drops it at once
+    on_short: Literal["keep", "carry"] = "keep"  # carry: a batch that is not full waits, whole
     scale: Literal["std", "none"] = "std"  # of the advantage; none = Dr.GRPO
+
+    @field_validator("metric")
+    @classmethod
+    def _is_not_shaped(cls, metric: str) -> str:
+        if metric in ("reward", "penalty"):
+            raise ValueError(
+                f"{metric} holds the overlong penalty: all-wrong groups of unequal lengths would "
+                "pass; give acc or the name of a reward part"
+            )
+        return metric
 
 
 def run(
@@ -42,136 +62,238 @@ def run(
         policy: the one that the batch is for; responses of another one are from the step before.
             Default: all are fresh.
     """
-    check_ids(rollouts, scores, carried)
-    responses = responses_of(rollouts, scores, carried, policy)
-    groups = decide(responses, config)
+    inputs = (rollouts, scores, carried, policy)
+    responses = _beside(*inputs, metric=config.metric)
+    groups = None if responses is None else decide(responses, config)
+    if responses is None or groups is None or not groups["in_order"].all():
+        responses = responses_of(*inputs, metric=config.metric)
+        groups = decide(responses, config)
     tables.write(out, "groups", groups)
-    batch = _rows_of(groups, "kept", responses, config)
-    tables.write(out, "batch", batch)
-    tables.write(out, "carried", _rows_of(groups, "carried", responses, config))
-    return counts(groups, config) | {"batch_rows": len(batch)}
+    rows = {
+        table: tables.write_all(out, table, _rows_of(groups, decision, responses, config))
+        for table, decision in (("batch", "kept"), ("carried", "carried"))
+    }
+    found = counts(groups, config) | {f"{table}_rows": count for table, count in rows.items()}
+    candidates = tables.count(rollouts, "rollouts")
+    candidates += tables.count(carried, "carried") if carried else 0
+    _check_accounts(groups, found, candidates=candidates)
+    return found
 
 
 def decide(responses: pl.LazyFrame, config: Config) -> pl.DataFrame:
     """One row per group: its numbers, `decision` (kept, dropped, carried) and the `reason`.
 
-    The decision is on raw `acc`, never on the shaped reward: an all-wrong group of unequal
-    lengths has nothing to teach (Eq. 11: 0 < |right| < n).
+    The decision is on raw `acc` or a reward part, never on the shaped reward: an all-wrong group
+    of unequal lengths has nothing to teach (Eq. 11: 0 < |right| < n).
     """
-    acc, reward = pl.col("acc"), pl.col("reward")  # both null where nobody could score
+    # each null where nobody could score; sorted, for the last bit of a sum depends on the order
+    acc, reward, metric = (
+        pl.col(name).cast(pl.Float64).sort() for name in ("acc", "reward", "metric")
+    )
+    rank = pl.col("rank")
+    late = (rank - 1) // config.batch_groups  # steps until it is its turn
+    short = pl.lit(config.on_short == "carry") & (rank.max() < config.batch_groups)
+    waits = pl.when(short).then(1).otherwise(late)
     return tables.collect(
-        # sorted, so that the last bit of a mean does not depend on the order of rows or threads
-        responses.select("response_id", *GROUP, "acc", "reward")
-        .sort("response_id")
+        responses.select(*GROUP, "acc", "reward", "metric", "in_order")
+        .with_row_index("row")
         .group_by("group_id")
         .agg(
             pl.col(GROUP[1:]).first(),
             n=pl.len(),
             n_scored=acc.count(),
             acc_mean=acc.mean(),
-            acc_min=acc.min(),
-            acc_max=acc.max(),
+            metric_min=metric.min(),
+            metric_max=metric.max(),
             reward_mean=reward.mean(),
             reward_std=reward.std(),
+            first_row=pl.col("row").min(),
+            last_row=pl.col("row").max(),
+            in_order=pl.col("in_order").all(),
         )
-        # those that waited go first, then in the order of the ids: never in the order of the rows
-        .sort("age", "group_id", descending=[True, False])
+        # those that waited go first, then in the order of the ids
+        .sort("age", "first_row", descending=[True, False])
         .with_columns(reason=_uninformative(config))
+        .with_columns(reason=pl.when(~_kept_all_the_same(config)).then("reason"))
         .with_columns(rank=pl.col("reason").is_null().cum_sum())
-        .with_columns(surplus=pl.col("reason").is_null() & (pl.col("rank") > config.batch_groups))
+        .with_columns(waits=pl.when(pl.col("reason").is_null()).then(waits))
         .with_columns(
-            decision=pl.when(pl.col("surplus") & (pl.col("age") < config.max_age))
+            decision=pl.when(pl.col("waits") == 0)
+            .then(pl.lit("kept"))
+            # one that would be too old when its turn comes is not worth its place
+            .when(pl.col("age") + pl.col("waits") <= config.max_age)
             .then(pl.lit("carried"))
-            .when(pl.col("surplus") | pl.col("reason").is_not_null())
-            .then(pl.lit("dropped"))
-            .otherwise(pl.lit("kept")),
-            reason=pl.when("surplus").then(pl.lit("surplus")).otherwise("reason"),
+            .otherwise(pl.lit("dropped")),
+            reason=pl.when(pl.col("waits") > 0)
+            .then(pl.when(short).then(pl.lit("short")).otherwise(pl.lit("surplus")))
+            .otherwise("reason"),
         ),
-        "rollouts, scores or carried rows",
+        WHAT,
     )
 
 
 def _uninformative(config: Config) -> pl.Expr:
     """Why a group can teach nothing, or null."""
-    alike = pl.lit(config.dynamic_sampling) & (pl.col("acc_max") == pl.col("acc_min"))
+    # max - min, not std: the float std of equal values need not be 0
+    spread = pl.col("metric_max") - pl.col("metric_min")
+    alike = pl.lit(config.dynamic_sampling) & (spread <= config.tolerance)
     return (
         pl.when(pl.col("age") > config.max_age)
         .then(pl.lit("stale"))
+        .when(~pl.col("sampled"))  # decided in its own step
+        .then(None)
         .when(pl.col("n_scored") == 0)
         .then(pl.lit("unscored"))
         .when(pl.col("n_scored") < 2)  # no baseline
         .then(pl.lit("too_small"))
-        # max == min, not std == 0: the float std of equal values need not be 0
-        .when(alike & (pl.col("acc_max") >= 1))
+        .when(alike & (pl.lit(config.metric != ACC)))
+        .then(pl.lit("all_equal"))
+        .when(alike & (pl.col("metric_min") >= 1))
         .then(pl.lit("all_right"))
-        .when(alike & (pl.col("acc_max") <= 0))
+        .when(alike & (pl.col("metric_max") <= 0))
         .then(pl.lit("all_wrong"))
         .when(alike)
         .then(pl.lit("all_equal"))
     )
 
 
+def _kept_all_the_same(config: Config) -> pl.Expr:
+    """Whether a group is of the share of its kind that is kept: every k-th, in their order."""
+    found = pl.lit(False)
+    for kind, share in (("all_right", config.keep_all_right), ("all_wrong", config.keep_all_wrong)):
+        of_kind = (pl.col("reason") == kind).fill_null(False)
+        before = of_kind.cum_sum() * share
+        found |= of_kind & (before.floor() > (before - share).floor())
+    return found
+
+
 def counts(groups: pl.DataFrame, config: Config) -> dict[str, float]:
     """The accounting of a step: in = kept + dropped + carried, and why each went."""
     decisions = dict(groups["decision"].value_counts().iter_rows())
     reasons = dict(groups.drop_nulls("reason")["reason"].value_counts().sort("reason").iter_rows())
-    kept = decisions.get("kept", 0)
-    sampled = groups.filter("sampled")
-    informative = sampled["reason"].is_null() | (sampled["reason"] == "surplus")
+    usable = groups["reason"].is_null() | groups["reason"].is_in(["surplus", "short"])
     return {
         "groups": len(groups),
-        "kept": kept,
+        "kept": decisions.get("kept", 0),
         "dropped": decisions.get("dropped", 0),
         "carried": decisions.get("carried", 0),
-        "short": max(0, config.batch_groups - kept),
-        "sampled": len(sampled),
-        "sampled_informative": int(informative.sum()),
+        "carried_in": int((~groups["sampled"]).sum()),
+        "short": max(0, config.batch_groups - int(usable.sum())),
+        "sampled": int(groups["sampled"].sum()),
+        "sampled_informative": int((usable & groups["sampled"]).sum()),
         "incomplete": float((groups["n"] < groups["n"].max()).sum()),  # lost samples
         **{f"reason/{reason}": count for reason, count in reasons.items()},
     }
 
 
-def responses_of(
-    rollouts: Sequence[Path], scores: Sequence[Path], carried: Path | None, policy: Path | None
-) -> pl.LazyFrame:
-    """The candidates, lazily; a query reads what it names.
+def _check_accounts(groups: pl.DataFrame, found: dict[str, float], *, candidates: int) -> None:
+    """Every response came in a group, and every group is kept, dropped or carried."""
+    kept, carried = (groups.filter(decision=name)["n"].sum() for name in ("kept", "carried"))
+    for ours, theirs, name in (
+        (groups["n"].sum(), candidates, "responses of all groups"),
+        (found["batch_rows"], kept, "rows of the batch"),
+        (found["carried_rows"], carried, "rows that are carried"),
+        (found["kept"] + found["dropped"] + found["carried"], found["groups"], "groups decided"),
+    ):
+        if ours != theirs:
+            raise RuntimeError(f"the accounts of filter do not close: {name}: {ours} of {theirs}")
 
-    The columns of `batch` but for the advantage, and whether they were `sampled` in this step.
+
+def responses_of(
+    rollouts: Sequence[Path],
+    scores: Sequence[Path],
+    carried: Path | None,
+    policy: Path | None,
+    *,
+    metric: str = ACC,
+) -> pl.LazyFrame:
+    """The candidates by response_id, lazily; a query reads what it names.
+
+    The columns of `batch` but for the advantage, and the `metric`, and whether they were `sampled`
+    in this step. Raises `InputError` unless every response is there once and has one score.
     """
-    is_scored = (pl.col("acc").is_finite() & pl.col("reward").is_finite()).fill_null(False)
+    check_ids(rollouts, scores, carried)
+    sampled, scored = _sampled(rollouts, policy), _scored(scores, metric)
+    joined = sampled.join(scored, left_on="response_id", right_on="scored_id", how="inner")
+    waiting = [_waiting(carried)] if carried else []
+    found = pl.concat([*waiting, joined.select(COLUMNS)])
+    return found.sort("response_id").with_columns(in_order=pl.lit(True))
+
+
+def _beside(
+    rollouts: Sequence[Path],
+    scores: Sequence[Path],
+    carried: Path | None,
+    policy: Path | None,
+    *,
+    metric: str,
+) -> pl.LazyFrame | None:
+    """The same without a join and a sort of millions of ids, if they are as the stages write them.
+
+    That is so where all are `in_order`: the ids grow from row to row, so that none is there twice,
+    and each score stands beside its own response. None if there are more of one than of the other.
+    """
+    if tables.count(rollouts, "rollouts") != tables.count(scores, "scores"):
+        return None
+    pair = [_sampled(rollouts, policy), _scored(scores, metric)]
+    both = pl.concat(pair, how="horizontal").select(*COLUMNS, "scored_id")
+    ids = pl.col("response_id")
+    waiting = [_waiting(carried).with_columns(scored_id=ids)] if carried else []
+    grows = (ids > ids.shift(1)).fill_null(True)  # the first one
+    return pl.concat([*waiting, both]).with_columns(in_order=grows & (ids == pl.col("scored_id")))
+
+
+def _sampled(rollouts: Sequence[Path], policy: Path | None) -> pl.LazyFrame:
     age = pl.lit(0) if policy is None else pl.col("policy") != policies.digest(policy)
-    judged = tables.scan(scores, "scores").select(
-        "response_id", pl.when(is_scored).then(pl.col("acc", "reward"))
+    return tables.scan(rollouts, "rollouts").with_columns(
+        age=age.cast(pl.Int32), sampled=pl.lit(True)
     )
-    sampled = (
-        tables.scan(rollouts, "rollouts")
-        .join(judged, on="response_id", how="inner")
-        .with_columns(age=age.cast(pl.Int32))
-        .select(*CANDIDATE, sampled=True)
+
+
+def _scored(scores: Sequence[Path], metric: str) -> pl.LazyFrame:
+    """The values that count; all null where one is no number."""
+    column = metric if metric == ACC else f"{PART}{metric}"
+    scored = tables.scan(scores, "scores", more=[] if metric == ACC else [column])
+    values = {"acc": "acc", "reward": "reward", "metric": column}
+    finite = pl.all_horizontal(pl.col(name).is_finite() for name in set(values.values()))
+    return scored.select(
+        pl.col("response_id").alias("scored_id"),
+        *(pl.when(finite).then(column).alias(name) for name, column in values.items()),
     )
-    if carried is None:
-        return sampled
-    waiting = (
+
+
+def _waiting(carried: Path) -> pl.LazyFrame:
+    """What waits since the step before: a step older, if that step trained a policy at all."""
+    batch = carried / "batch"
+    trained = not batch.is_dir() or tables.count(batch, "batch") > 0
+    return (
         tables.scan(carried, "carried")
-        .with_columns(pl.col("age") + 1)
-        .select(*CANDIDATE, sampled=False)
+        .with_columns(pl.col("age") + int(trained), metric=pl.col("acc"), sampled=pl.lit(False))
+        .select(COLUMNS)
     )
-    return pl.concat([sampled, waiting])
 
 
 def _rows_of(
     groups: pl.DataFrame, decision: str, responses: pl.LazyFrame, config: Config
-) -> pl.DataFrame:
-    """The responses of the groups so decided, with advantages, sorted by response_id."""
-    wanted = groups.lazy().filter(decision=decision).select("group_id")
-    return tables.collect(
-        responses.join(wanted, on="group_id", how="semi")
-        .sort("response_id")  # before the sums, whose last bit depends on the order
-        .with_columns(
-            advantage=dapo.group_advantages(pl.col("reward"), "group_id", scale=config.scale)
-        ),
-        "rollouts, scores or carried rows",
-    )
+) -> Iterator[pl.DataFrame]:
+    """The responses of the groups so decided, with advantages, by response_id, in pieces."""
+    wanted = groups.filter(decision=decision)
+    first, last = wanted.select(
+        pl.col("first_row").min().fill_null(0), pl.col("last_row").max().fill_null(-1)
+    ).row(0)
+    whole = responses.select(CANDIDATE)
+    is_wanted = pl.col("group_id").is_in(wanted["group_id"].implode())
+
+    def rows(start: int, stop: int) -> pl.LazyFrame:  # of the files, only this part is read
+        return whole.slice(start, stop - start).filter(is_wanted)
+
+    # the sums over a group need the rewards of all of it, and nothing else of a row
+    advantage = dapo.group_advantages(pl.col("reward"), "group_id", scale=config.scale)
+    scalars = rows(first, last + 1).select("response_id", "group_id", "reward")
+    advantages = tables.collect(scalars.select("response_id", advantage=advantage), WHAT)
+    for start in range(first, last + 1, PIECE):
+        piece = tables.collect(rows(start, min(start + PIECE, last + 1)), WHAT)
+        yield piece.join(advantages, on="response_id", how="left", maintain_order="left")
 
 
 def check_ids(rollouts: Sequence[Path], scores: Sequence[Path], carried: Path | None) -> None:

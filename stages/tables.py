@@ -1,6 +1,8 @@
 """The tables that stages exchange: one explicit schema each, checked on every read and write."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 
 import polars as pl
@@ -14,7 +16,8 @@ TOKENS = pa.list_(pa.int32())
 LOGPROBS = pa.list_(pa.float32())
 FLAGS = pa.list_(pa.bool_())
 
-ROWS_PER_GROUP = 1024  # small row groups let one response be looked up without reading its shard
+# small row groups let one response be looked up without reading its shard
+ROWS_PER_GROUP, ROWS_OF_SCALARS = 1024, 65_536
 
 
 def _schema(key: str, **columns: pa.DataType | tuple[pa.DataType, None]) -> pa.Schema:
@@ -100,12 +103,15 @@ SCHEMAS: dict[str, pa.Schema] = {
         n=pa.int32(),
         n_scored=pa.int32(),
         acc_mean=(pa.float64(), None),
+        metric_min=(pa.float64(), None),  # of what dynamic sampling looks at: acc, or a part
+        metric_max=(pa.float64(), None),
         reward_mean=(pa.float64(), None),
         reward_std=(pa.float64(), None),
         decision=pa.string(),
         reason=(pa.string(), None),
         policy=pa.string(),
         age=pa.int32(),
+        sampled=pa.bool_(),  # in this step; else carried into it
     ),
     "batch": _schema(
         "response_id",
@@ -185,39 +191,101 @@ def write(
 ) -> None:
     """Write `frame` as `out/<table>/part-<shard>.parquet` with exactly the table's schema.
 
-    `more`: nullable float32 columns after those of the schema, which no stage reads.
+    `more`: nullable float32 columns after those of the schema, which no stage reads unasked.
 
     Also for zero rows, so that no reader ever has to guess a type. Null in a column that must be
     full is an `InputError`: it would be a bug of the stage that made the rows.
     """
+    write_all(out, table, [frame], shard=shard, more=more)
+
+
+def write_all(
+    out: Path,
+    table: str,
+    frames: Iterable[pl.DataFrame],
+    *,
+    shard: int = 0,
+    more: Sequence[str] = (),
+) -> int:
+    """`write` pieces of a table one after another; returns the number of rows.
+
+    One row group of them is in memory at a time, and the file does not depend on their sizes.
+    """
     schema = pa.schema([*SCHEMAS[table], *(pa.field(name, pa.float32()) for name in more)])
+    (out / table).mkdir(exist_ok=True)
+    path = out / table / f"part-{shard:05d}.parquet"
+    rows = 0
+    with (
+        _whole_or_none(path),
+        pq.ParquetWriter(
+            path,
+            schema,
+            compression="zstd",
+            compression_level=1,
+            # of values that are all different it would cost time and space
+            use_dictionary=[n for n in schema.names[1:] if schema.field(n).type != LOGPROBS],
+            use_byte_stream_split=[n for n in schema.names if schema.field(n).type == LOGPROBS],
+            store_schema=True,
+        ) as writer,
+    ):
+        for piece in _row_groups(frames, _rows_per_group(schema)):
+            writer.write_table(_arrow(piece, table, schema))
+            rows += len(piece)
+    return rows
+
+
+@contextmanager
+def _whole_or_none(path: Path) -> Iterator[None]:
+    """Half a file is none."""
+    try:
+        yield
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+
+
+def _rows_per_group(schema: pa.Schema) -> int:
+    has_lists = any(pa.types.is_list(field.type) for field in schema)
+    return ROWS_PER_GROUP if has_lists or "text" in schema.names else ROWS_OF_SCALARS
+
+
+def _row_groups(frames: Iterable[pl.DataFrame], size: int) -> Iterator[pl.DataFrame]:
+    """The same rows in pieces of `size`; the last may be shorter."""
+    held: list[pl.DataFrame] = []
+    for frame in frames:
+        held.append(frame)
+        if sum(map(len, held)) >= size:
+            rows = pl.concat(held)
+            whole = len(rows) // size * size
+            yield from rows[:whole].iter_slices(size)
+            held = [rows[whole:]]
+    if any(map(len, held)):
+        yield pl.concat(held)
+
+
+def _arrow(frame: pl.DataFrame, table: str, schema: pa.Schema) -> pa.Table:
     for field in schema:  # before the cast, which would refuse it without naming the table
         if not field.nullable and frame[field.name].null_count():
             raise InputError(f"{table}.{field.name}: null where a value is required")
-    arrow = frame.select(schema.names).to_arrow().cast(schema)
-    (out / table).mkdir(exist_ok=True)
-    pq.write_table(
-        arrow,
-        out / table / f"part-{shard:05d}.parquet",
-        row_group_size=ROWS_PER_GROUP,
-        compression="zstd",
-        compression_level=1,
-        use_dictionary=[n for n in schema.names if schema.field(n).type != LOGPROBS],
-        use_byte_stream_split=[n for n in schema.names if schema.field(n).type == LOGPROBS],
-        store_schema=True,
-    )
+    return frame.select(schema.names).to_arrow().cast(schema)
 
 
-def scan(source: Path | Sequence[Path], table: str) -> pl.LazyFrame:
+def scan(source: Path | Sequence[Path], table: str, *, more: Sequence[str] = ()) -> pl.LazyFrame:
     """A lazy frame of `table` from an artifact, a Parquet file, a directory of them, or several.
+
+    `more`: float32 columns beside those of the schema.
 
     Every file is checked against the schema before a row is read and cast column by column
     (int64 to int32, float64 to float32, large to small lists): what does not fit raises, no value
     is ever lost. Raises `InputError` with file, column, expected and found type.
     """
-    sources = [source] if isinstance(source, Path) else list(source)
-    paths = [path for one in sources for path in files(one, table)]
-    return pl.concat([_scan_file(path, table) for path in paths])
+    return pl.concat([_scan_file(path, table, more) for path in _all_files(source, table)])
+
+
+def count(source: Path | Sequence[Path], table: str) -> int:
+    """The number of rows, from the files' footers."""
+    paths = _all_files(source, table)
+    return sum(_footer(path).num_rows for path in paths)
 
 
 def read(source: Path | Sequence[Path], table: str) -> pl.DataFrame:
@@ -279,18 +347,34 @@ def files(source: Path, table: str) -> list[Path]:
     return found
 
 
-def _scan_file(path: Path, table: str) -> pl.LazyFrame:
+def _all_files(source: Path | Sequence[Path], table: str) -> list[Path]:
+    sources = [source] if isinstance(source, Path) else list(source)
+    return [path for one in sources for path in files(one, table)]
+
+
+def _scan_file(path: Path, table: str, more: Sequence[str]) -> pl.LazyFrame:
+    found = _footer(path).schema.to_arrow_schema()
+    wanted = pa.schema([*SCHEMAS[table], *(pa.field(name, pa.float32()) for name in more)])
+    _check_columns(path, table, wanted, found)
+    types = {**polars_schema(table), **dict.fromkeys(more, pl.Float32())}
+    return pl.scan_parquet(path).select(
+        pl.col(name).cast(dtype, strict=True) for name, dtype in types.items()
+    )
+
+
+def _footer(path: Path) -> pq.FileMetaData:
+    status = path.stat()
+    return _footer_of(path, status.st_size, status.st_mtime_ns)
+
+
+@lru_cache(maxsize=64)  # of many row groups it is long
+def _footer_of(path: Path, size: int, mtime_ns: int) -> pq.FileMetaData:
     try:
-        found = pq.read_schema(path)
+        return pq.read_metadata(path)
     except (pa.ArrowInvalid, OSError) as error:
         raise InputError(
             f"{path} is not a readable Parquet file ({error}); write it again or restore it"
         ) from error
-    wanted = SCHEMAS[table]
-    _check_columns(path, table, wanted, found)
-    return pl.scan_parquet(path).select(
-        pl.col(name).cast(dtype, strict=True) for name, dtype in polars_schema(table).items()
-    )
 
 
 def _check_columns(path: Path, table: str, wanted: pa.Schema, found: pa.Schema) -> None:

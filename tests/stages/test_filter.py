@@ -223,14 +223,21 @@ def test_a_group_that_waited_too_long_is_dropped_by_name(tmp_path: Path) -> None
     assert second.batch.is_empty()
 
 
-def test_surplus_that_may_wait_no_longer_is_dropped_as_surplus(tmp_path: Path) -> None:
-    first = run(tmp_path, groups(a=MIXED, b=MIXED, c=MIXED), batch_groups=1)
-    second = run(tmp_path, groups(d=MIXED), carried=first.out, batch_groups=1)
-    assert second.decisions() == {
-        "b": ("kept", None),
-        "c": ("dropped", "surplus"),
-        "d": ("carried", "surplus"),
-    }
+def test_surplus_that_would_be_too_old_when_its_turn_comes_is_dropped_at_once(
+    tmp_path: Path,
+) -> None:
+    names = {f"s1g{i}": MIXED for i in range(5)}
+    first = run(tmp_path, groups(**names), batch_groups=1, max_age=2)
+    assert first.of("kept") == {"s1g0"}
+    assert first.of("carried") == {"s1g1", "s1g2"}
+    assert first.decisions()["s1g3"] == ("dropped", "surplus")
+
+    second = run(tmp_path, groups(s2g0=MIXED), carried=first.out, batch_groups=1, max_age=2)
+    assert second.of("kept") == {"s1g1"}
+    assert second.of("carried") == {"s1g2", "s2g0"}
+    third = run(tmp_path, groups(), carried=second.out, batch_groups=1, max_age=2)
+    assert third.of("kept") == {"s1g2"}
+    assert third.of("carried") == {"s2g0"}
 
 
 def test_older_groups_go_before_younger_ones(tmp_path: Path) -> None:
@@ -270,6 +277,7 @@ def test_the_metrics_account_for_every_group(tmp_path: Path) -> None:
         "kept": 2,
         "dropped": 2,
         "carried": 1,
+        "carried_in": 0,
         "short": 0,
         "sampled": 5,
         "sampled_informative": 3,
@@ -278,6 +286,7 @@ def test_the_metrics_account_for_every_group(tmp_path: Path) -> None:
         "reason/all_wrong": 1,
         "reason/surplus": 1,
         "batch_rows": 4,
+        "carried_rows": 2,
     }
 
 
