@@ -193,6 +193,37 @@ def compare(
 
 
 @app.command()
+def simulate(
+    run: Run,
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Of select, filter, rollout.n or schedule; several values: select.size=16,32",
+            metavar="KEY=VALUE",
+        ),
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Seeds; the rows are their means.")] = 3,
+    plot: Annotated[Path | None, typer.Option(help="A .svg, .png, .html or .json file.")] = None,
+    json_: Json = False,
+) -> None:
+    """Run the loop of dynamic sampling again on what a run recorded, under other settings.
+
+    Nothing is generated and nothing trains: the recorded responses answer for their prompts.
+
+    Example: dapo simulate demo select.policy=shuffle,adaptive select.size=28,56
+    """
+    from pipeline import runs
+    from pipeline import simulate as simulating
+
+    rows = simulating.simulate(runs.find(run), settings or [], repeats=repeats)
+    if plot is not None:
+        simulating.plot(rows, plot)
+    _table(" ".join(rows[0]), rows, as_json=json_)
+    if plot is not None:
+        _say(f"drawn in {plot}")
+
+
+@app.command()
 def config(overrides: Overrides = None) -> None:
     """Print the whole resolved configuration as YAML.
 

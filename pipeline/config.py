@@ -5,6 +5,7 @@ import os
 import re
 import threading
 from collections.abc import Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args
@@ -37,7 +38,7 @@ class Schedule(Settings):
 
     steps: int = Field(1, ge=0)
     max_rounds: int = Field(4, ge=1)  # of generation per step
-    on_shortage: Literal["fail", "train_short"] = "fail"
+    on_shortage: Literal["fail", "train_short", "carry"] = "fail"
     evaluate_every: int = Field(0, ge=0)  # steps; 0: only before the first and after the last
     # the first round of a step is sampled while the step before is updated, by the policy before
     one_step_off: bool = False
@@ -186,6 +187,25 @@ def resolved(text: str) -> str:
     """A composed YAML text with its interpolations filled in, once it has passed every check."""
     parse(text)
     return OmegaConf.to_yaml(OmegaConf.create(text), resolve=True)
+
+
+def combinations(overrides: Sequence[str]) -> list[list[str]]:
+    """Each choice among the values of overrides such as `update.lr=1e-4,1e-5 seed=0,1`.
+
+    Raises `InputError` for what Hydra cannot read.
+    """
+    try:
+        read = OverridesParser.create().parse_overrides([understood(o) for o in overrides])
+    except HydraException as error:
+        raise InputError(_explained(error, overrides)) from error
+    values = [
+        list(each.sweep_string_iterator())
+        if each.is_sweep_override()
+        else [str(each.get_value_string())]
+        for each in read
+    ]
+    keys = [each.key_or_group for each in read]
+    return [[f"{k}={v}" for k, v in zip(keys, one, strict=True)] for one in product(*values)]
 
 
 def understood(override: str) -> str:

@@ -3,9 +3,9 @@
 import math
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +16,7 @@ from pipeline import artifacts
 from pipeline.artifacts import Artifact
 from pipeline.config import RunConfig, parse
 from pipeline.runner import Input, Runner
-from stages.errors import InputError, Shortage
+from stages.errors import Exhausted, InputError, Shortage
 from stages.settings import Settings
 
 CONFIG, LATEST = "config.yaml", "latest"
@@ -103,13 +103,18 @@ class Loop:
         schedule = self.config.schedule
         rounds: list[Round] = []
         for _ in range(schedule.max_rounds):
-            rounds.append(self.round(number, rounds, before, policy, sampler=sampler))
+            try:
+                rounds.append(self.round(number, rounds, before, policy, sampler=sampler))
+            except Exhausted as end:
+                if not rounds or schedule.on_shortage != "train_short":
+                    raise Exhausted(f"{end}{_waiting(rounds or before)}") from end
+                break
             if not rounds[-1].filter.metrics["short"]:
                 break
             sampler = policy
         check_shortage(self.config, rounds)
         ahead = schedule.one_step_off and number < schedule.steps
-        next_round = partial(self.sample, number + 1, [], rounds, policy)
+        next_round = partial(self.sample_ahead, number + 1, rounds, policy)
         with _meanwhile(next_round) if ahead else nullcontext():
             update = self.stage(
                 f"{step_name(number)}/update",
@@ -124,16 +129,29 @@ class Loop:
     def sample(
         self, number: int, rounds: list[Round], before: list[Round], sampler: Artifact | Path
     ) -> tuple[Artifact, Artifact]:
-        """The selection and the rollouts of one more round after the step's `rounds` so far."""
+        """The selection and the rollouts of one more round after the step's `rounds` so far.
+
+        Raises `Exhausted` if no prompt is left to ask.
+        """
         config, place = self.config, f"{step_name(number)}/round_{len(rounds)}"
-        earlier = [*before, *rounds]
+        last = [*before, *rounds][-1:]
         changes = {"step": number, "round": len(rounds), "size": self.round_size(rounds, before)}
+        adaptive = config.select.policy == "adaptive"
         select = self.stage(
             f"{place}/select",
             "select",
             config.select.model_copy(update=changes),
-            {"prompts": self.prompts, "previous": earlier[-1].select if earlier else None},
+            {
+                "prompts": self.prompts,
+                "previous": last[0].select if last else None,
+                "groups": last[0].filter if last and adaptive else None,
+            },
         )
+        if not select.metrics["selected"]:
+            raise Exhausted(
+                f"the prompts are used up: {config.select.epochs} epochs end in step {number}, "
+                f"of {config.schedule.steps}; raise select.epochs to go on"
+            )
         rollout = self.stage(
             f"{place}/rollout",
             "rollout",
@@ -141,6 +159,11 @@ class Loop:
             {"selection": select, "prompts": self.prompts, "policy": sampler},
         )
         return select, rollout
+
+    def sample_ahead(self, number: int, before: list[Round], sampler: Artifact | Path) -> None:
+        """The first round of the next step, if there are prompts for one."""
+        with suppress(Exhausted):  # the step itself will say so
+            self.sample(number, [], before, sampler)
 
     def round(
         self,
@@ -161,10 +184,12 @@ class Loop:
             config.score,
             {"rollouts": rollout, "prompts": self.prompts},
         )
+        ends = len(rounds) + 1 == config.schedule.max_rounds  # short or not
+        on_short = "carry" if ends and config.schedule.on_shortage == "carry" else "keep"
         filter = self.stage(
             f"{place}/filter",
             "filter",
-            config.filter,
+            config.filter.model_copy(update={"on_short": on_short}),
             {
                 "rollouts": [*(r.rollout for r in rounds), rollout],
                 "scores": [*(r.score for r in rounds), score],
@@ -175,22 +200,28 @@ class Loop:
         return Round(select, rollout, score, filter)
 
     def round_size(self, rounds: list[Round], before: list[Round]) -> int:
-        """How many prompts to ask: what the batch lacks ÷ the share that was informative.
-
-        The share is that of this step and the one before. At least one prompt, so that every
-        update has fresh samples to measure the sampler by; at most `select.size`, which the very
-        first round asks.
-        """
+        """How many prompts the next round asks; see `round_size`."""
         last = [made[-1].filter.metrics for made in (before, rounds) if made]
-        if not last:
-            return self.config.select.size
-        lacking = (
-            last[-1]["short"] if rounds else self.config.filter.batch_groups - last[-1]["carried"]
-        )
-        sampled = sum(metrics["sampled"] for metrics in last)
-        informative = sum(metrics["sampled_informative"] for metrics in last)
-        size = math.ceil(MARGIN * lacking * sampled / max(informative, 1))
-        return min(max(size, 1), self.config.select.size)
+        batch = self.config.filter.batch_groups
+        lacking = last[-1]["short"] if rounds else batch - (last[-1]["carried"] if last else 0)
+        return round_size(lacking, last, most=self.config.select.size)
+
+
+def round_size(lacking: float, last: Sequence[Mapping[str, float]], *, most: int) -> int:
+    """How many prompts to ask: the groups that the batch lacks ÷ the share that was informative.
+
+    At least one, so that every update has fresh samples to measure the sampler by.
+
+    Args:
+        last: metrics of the filter in this step and the one before; none: as many as may be.
+        most: at most so many.
+    """
+    if not last:
+        return most
+    sampled = sum(metrics["sampled"] for metrics in last)
+    informative = sum(metrics["sampled_informative"] for metrics in last)
+    size = math.ceil(MARGIN * lacking * sampled / max(informative, 1))
+    return min(max(size, 1), most)
 
 
 def train(
@@ -199,7 +230,8 @@ def train(
     """Train for `schedule.steps` steps; evaluate before the first, after the last and in between.
 
     What is on disk already is served by `execute`, so that the same call resumes a run. Returns
-    the last evaluation. Raises `Shortage` when dynamic sampling cannot fill a batch.
+    the last evaluation. Raises `Shortage` when dynamic sampling cannot fill a batch; `Exhausted`
+    when the prompts are used up before the last step, after the evaluation of what was trained.
     """
     prompts, heldout = (
         execute(
@@ -217,7 +249,11 @@ def train(
     evaluation = loop.evaluate(0, policy)
     sampler, rounds = policy, list[Round]()
     for number in range(1, config.schedule.steps + 1):
-        step = loop.step(number, policy, rounds, sampler=sampler, reference=reference)
+        try:
+            step = loop.step(number, policy, rounds, sampler=sampler, reference=reference)
+        except Exhausted:
+            loop.evaluate(number - 1, policy)
+            raise
         sampler = policy if config.schedule.one_step_off else step.update
         policy, rounds, evaluation = step.update, step.rounds, step.evaluate or evaluation
         stepped(step)
@@ -255,7 +291,7 @@ def check_shortage(config: RunConfig, rounds: list[Round]) -> None:
     """Raise `Shortage` with the counts if the batch is short and the schedule says so."""
     counts = rounds[-1].filter.metrics
     train_short = config.schedule.on_shortage == "train_short" and counts["kept"]
-    if not counts["short"] or train_short:
+    if not counts["short"] or train_short or config.schedule.on_shortage == "carry":
         return
     reasons = ", ".join(
         f"{value} {name.removeprefix('reason/').replace('_', ' ')}"
@@ -265,8 +301,15 @@ def check_shortage(config: RunConfig, rounds: list[Round]) -> None:
     raise Shortage(
         f"kept {counts['kept']} of {config.filter.batch_groups} groups after {len(rounds)} "
         f"rounds ({reasons}); everything sampled is saved. Raise schedule.max_rounds to go on, "
-        "or set schedule.on_shortage=train_short, or choose easier or harder prompts"
+        "or set schedule.on_shortage=train_short or carry, or choose easier or harder prompts"
     )
+
+
+def _waiting(rounds: list[Round]) -> str:
+    """What is lost to nobody when a run ends here."""
+    counts = rounds[-1].filter.metrics if rounds else {}
+    groups = counts.get("carried", 0) + (counts.get("kept", 0) if counts.get("short") else 0)
+    return f"; {groups:.0f} informative groups are saved and were not trained" if groups else ""
 
 
 def retire_old_policies(config: RunConfig, *, newest: int) -> None:

@@ -9,6 +9,10 @@ class Shortage(RuntimeError):
     """Dynamic sampling ended its rounds without a full batch."""
 
 
+class Exhausted(Shortage):
+    """Every prompt was asked as often as it may be."""
+
+
 class NonFinite(RuntimeError):
     """A loss, gradient norm or weight stopped being a number; nothing was saved."""
 

@@ -85,9 +85,15 @@ SCHEMAS: dict[str, pa.Schema] = {
         round=pa.int32(),
         position=pa.int64(),
         prompt_id=pa.string(),
-        weight=pa.float64(),
+        weight=pa.float64(),  # what the policy that chose it goes by
+        pass_rate=(pa.float64(), None),  # what an adaptive policy expects, and the responses that
+        evidence=(pa.float64(), None),  # it has seen of this very prompt, the old ones faded
         why=pa.string(),
         epoch=pa.int32(),
+    ),
+    # of each prompt that was asked: right and wrong responses, faded up to `step`
+    "beliefs": _schema(
+        "prompt_id", right=pa.float64(), wrong=pa.float64(), step=pa.int32(), asked=pa.int32()
     ),
     "rollouts": _schema("response_id", **_GENERATED),
     "skipped": _schema("group_id", prompt_id=pa.string(), reason=pa.string()),
