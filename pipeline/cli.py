@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -208,7 +209,9 @@ def simulate(
 ) -> None:
     """Run the loop of dynamic sampling again on what a run recorded, under other settings.
 
-    Nothing is generated and nothing trains: the recorded responses answer for their prompts.
+    Nothing is generated and nothing trains: the recorded responses answer for their prompts. Shown
+    are the tokens and the prompts asked per trained group, how many informative groups were wasted,
+    rounds per step, mean age, steps that fell short, and how many different prompts were trained.
 
     Example: dapo simulate demo select.policy=shuffle,adaptive select.size=28,56
     """
@@ -218,7 +221,23 @@ def simulate(
     rows = simulating.simulate(runs.find(run), settings or [], repeats=repeats)
     if plot is not None:
         simulating.plot(rows, plot)
-    _table(" ".join(rows[0]), rows, as_json=json_)
+    if json_:
+        print(json.dumps(rows, indent=1))
+        return
+    shown = [
+        {
+            "settings": re.sub(" (?=\\S+=)", "\n", str(row["settings"])),
+            "tokens": f"{row['tokens_per_kept']:.0f} ± {row['±']:.0f}",
+            "asked": f"{row['asked_per_kept']:.3g}",
+            "wasted": f"{row['wasted']:.3g}",
+            "rounds": f"{row['rounds_per_step']:.3g}",
+            "age": f"{row['age']:.3g}",
+            "short": f"{row['short_steps']:.3g}",
+            "prompts": f"{row['prompts']:.3g}",
+        }
+        for row in rows
+    ]
+    _table(" ".join(shown[0]), shown, as_json=False)
     if plot is not None:
         _say(f"drawn in {plot}")
 
@@ -457,7 +476,9 @@ def _table(columns: str, rows: list[dict[str, Any]], *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(rows, indent=1))
         return
-    table = Table(*columns.split(), header_style="bold")
+    table = Table(header_style="bold")
+    for name in columns.split():
+        table.add_column(name, overflow="fold", no_wrap=name == "settings")
     for row in rows:
         table.add_row(*(_cell(row[name]) for name in columns.split()))
     out.print(table)

@@ -24,7 +24,7 @@ class Config(Settings):
     batch_groups: int = Field(16, ge=1)  # groups that one training step needs
     dynamic_sampling: bool = True  # off: every group with two scored responses is kept (GRPO)
     metric: str = ACC  # or a reward part, as score.parts names it
-    tolerance: float = Field(0, ge=0)  # dropped if the metric's max - min is at most this
+    tolerance: float = Field(0, ge=0)  # dropped if the metric's max - min (float32) is at most this
     # the share of such groups that is kept all the same
     keep_all_right: float = Field(0, ge=0, le=1)
     keep_all_wrong: float = Field(0, ge=0, le=1)
@@ -64,13 +64,14 @@ def run(
     """
     inputs = (rollouts, scores, carried, policy)
     responses = _beside(*inputs, metric=config.metric)
-    groups = None if responses is None else decide(responses, config)
-    if responses is None or groups is None or not groups["in_order"].all():
+    groups, piece = decide(responses, config), PIECE
+    if not groups["in_order"].all():
         responses = responses_of(*inputs, metric=config.metric)
         groups = decide(responses, config)
+        piece = max(1, int(groups["n"].sum()))  # all at once, for each piece would sort them again
     tables.write(out, "groups", groups)
     rows = {
-        table: tables.write_all(out, table, _rows_of(groups, decision, responses, config))
+        table: tables.write_all(out, table, _rows_of(groups, decision, responses, config, piece))
         for table, decision in (("batch", "kept"), ("carried", "carried"))
     }
     found = counts(groups, config) | {f"{table}_rows": count for table, count in rows.items()}
@@ -86,10 +87,7 @@ def decide(responses: pl.LazyFrame, config: Config) -> pl.DataFrame:
     The decision is on raw `acc` or a reward part, never on the shaped reward: an all-wrong group
     of unequal lengths has nothing to teach (Eq. 11: 0 < |right| < n).
     """
-    # each null where nobody could score; sorted, for the last bit of a sum depends on the order
-    acc, reward, metric = (
-        pl.col(name).cast(pl.Float64).sort() for name in ("acc", "reward", "metric")
-    )
+    metric = pl.col("metric")  # as acc and reward, null where nobody could score
     rank = pl.col("rank")
     late = (rank - 1) // config.batch_groups  # steps until it is its turn
     short = pl.lit(config.on_short == "carry") & (rank.max() < config.batch_groups)
@@ -101,12 +99,12 @@ def decide(responses: pl.LazyFrame, config: Config) -> pl.DataFrame:
         .agg(
             pl.col(GROUP[1:]).first(),
             n=pl.len(),
-            n_scored=acc.count(),
-            acc_mean=acc.mean(),
+            n_scored=pl.col("acc").count(),
+            acc_mean=_mean(pl.col("acc")),
             metric_min=metric.min(),
             metric_max=metric.max(),
-            reward_mean=reward.mean(),
-            reward_std=reward.std(),
+            reward_mean=_mean(pl.col("reward")),
+            reward_std=_std(pl.col("reward")),
             first_row=pl.col("row").min(),
             last_row=pl.col("row").max(),
             in_order=pl.col("in_order").all(),
@@ -120,8 +118,9 @@ def decide(responses: pl.LazyFrame, config: Config) -> pl.DataFrame:
         .with_columns(
             decision=pl.when(pl.col("waits") == 0)
             .then(pl.lit("kept"))
-            # one that would be too old when its turn comes is not worth its place
-            .when(pl.col("age") + pl.col("waits") <= config.max_age)
+            # a step that trains nothing makes no group older; else, one that would be too old when
+            # its turn comes is not worth its place
+            .when((pl.col("waits") > 0) & (short | (pl.col("age") + late <= config.max_age)))
             .then(pl.lit("carried"))
             .otherwise(pl.lit("dropped")),
             reason=pl.when(pl.col("waits") > 0)
@@ -130,6 +129,26 @@ def decide(responses: pl.LazyFrame, config: Config) -> pl.DataFrame:
         ),
         WHAT,
     )
+
+
+# sums of whole numbers of 2⁻²⁸: the last bit of a sum of floats would depend on the order of the
+# rows and on the threads that add them up; exact as long as n · |value| is less than 10¹⁰
+ONE = 2**28
+
+
+def _whole(value: pl.Expr) -> pl.Expr:
+    return (value.cast(pl.Float64) * ONE).round().cast(pl.Int64).cast(pl.Int128)
+
+
+def _mean(value: pl.Expr) -> pl.Expr:
+    return _whole(value).sum() / (pl.when(value.count() > 0).then(value.count()) * ONE)
+
+
+def _std(value: pl.Expr) -> pl.Expr:
+    """With n - 1, from exact sums: nothing cancels."""
+    n, whole = value.count().cast(pl.Int128), _whole(value)
+    squares = n * (whole * whole).sum() - whole.sum() * whole.sum()
+    return (squares / pl.when(n > 1).then(n * (n - 1))).sqrt() / ONE
 
 
 def _uninformative(config: Config) -> pl.Expr:
@@ -162,8 +181,8 @@ def _kept_all_the_same(config: Config) -> pl.Expr:
     found = pl.lit(False)
     for kind, share in (("all_right", config.keep_all_right), ("all_wrong", config.keep_all_wrong)):
         of_kind = (pl.col("reason") == kind).fill_null(False)
-        before = of_kind.cum_sum() * share
-        found |= of_kind & (before.floor() > (before - share).floor())
+        place = of_kind.cum_sum().cast(pl.Int64)
+        found |= of_kind & ((place * share).floor() > ((place - 1) * share).floor())
     return found
 
 
@@ -215,7 +234,7 @@ def responses_of(
     check_ids(rollouts, scores, carried)
     sampled, scored = _sampled(rollouts, policy), _scored(scores, metric)
     joined = sampled.join(scored, left_on="response_id", right_on="scored_id", how="inner")
-    waiting = [_waiting(carried)] if carried else []
+    waiting = [_waiting(carried, metric)] if carried else []
     found = pl.concat([*waiting, joined.select(COLUMNS)])
     return found.sort("response_id").with_columns(in_order=pl.lit(True))
 
@@ -227,20 +246,21 @@ def _beside(
     policy: Path | None,
     *,
     metric: str,
-) -> pl.LazyFrame | None:
+) -> pl.LazyFrame:
     """The same without a join and a sort of millions of ids, if they are as the stages write them.
 
     That is so where all are `in_order`: the ids grow from row to row, so that none is there twice,
-    and each score stands beside its own response. None if there are more of one than of the other.
+    and each score stands beside its own response. Where they are not, it tells nothing.
     """
     if tables.count(rollouts, "rollouts") != tables.count(scores, "scores"):
-        return None
+        return responses_of(rollouts, scores, carried, policy, metric=metric)
     pair = [_sampled(rollouts, policy), _scored(scores, metric)]
     both = pl.concat(pair, how="horizontal").select(*COLUMNS, "scored_id")
     ids = pl.col("response_id")
-    waiting = [_waiting(carried).with_columns(scored_id=ids)] if carried else []
+    waiting = [_waiting(carried, metric).with_columns(scored_id=ids)] if carried else []
     grows = (ids > ids.shift(1)).fill_null(True)  # the first one
-    return pl.concat([*waiting, both]).with_columns(in_order=grows & (ids == pl.col("scored_id")))
+    beside = (ids == pl.col("scored_id")).fill_null(False)
+    return pl.concat([*waiting, both]).with_columns(in_order=grows & beside)
 
 
 def _sampled(rollouts: Sequence[Path], policy: Path | None) -> pl.LazyFrame:
@@ -262,21 +282,26 @@ def _scored(scores: Sequence[Path], metric: str) -> pl.LazyFrame:
     )
 
 
-def _waiting(carried: Path) -> pl.LazyFrame:
+def _waiting(carried: Path, metric: str) -> pl.LazyFrame:
     """What waits since the step before: a step older, if that step trained a policy at all."""
     batch = carried / "batch"
     trained = not batch.is_dir() or tables.count(batch, "batch") > 0
+    known = pl.col("acc") if metric == ACC else pl.lit(None, pl.Float32)  # was decided then
     return (
         tables.scan(carried, "carried")
-        .with_columns(pl.col("age") + int(trained), metric=pl.col("acc"), sampled=pl.lit(False))
+        .with_columns(pl.col("age") + int(trained), metric=known, sampled=pl.lit(False))
         .select(COLUMNS)
     )
 
 
 def _rows_of(
-    groups: pl.DataFrame, decision: str, responses: pl.LazyFrame, config: Config
+    groups: pl.DataFrame, decision: str, responses: pl.LazyFrame, config: Config, size: int
 ) -> Iterator[pl.DataFrame]:
-    """The responses of the groups so decided, with advantages, by response_id, in pieces."""
+    """The responses of the groups so decided, with advantages, by response_id, in pieces.
+
+    Args:
+        size: rows of the candidates that a piece is looked for in.
+    """
     wanted = groups.filter(decision=decision)
     first, last = wanted.select(
         pl.col("first_row").min().fill_null(0), pl.col("last_row").max().fill_null(-1)
@@ -289,10 +314,13 @@ def _rows_of(
 
     # the sums over a group need the rewards of all of it, and nothing else of a row
     advantage = dapo.group_advantages(pl.col("reward"), "group_id", scale=config.scale)
-    scalars = rows(first, last + 1).select("response_id", "group_id", "reward")
-    advantages = tables.collect(scalars.select("response_id", advantage=advantage), WHAT)
-    for start in range(first, last + 1, PIECE):
-        piece = tables.collect(rows(start, min(start + PIECE, last + 1)), WHAT)
+    scalars = tables.collect(
+        rows(first, last + 1).select("response_id", "group_id", "reward"), WHAT
+    )
+    # in one piece, for a sum over several depends on where they end
+    advantages = scalars.rechunk().select("response_id", advantage=advantage)
+    for start in range(first, last + 1, size):
+        piece = tables.collect(rows(start, min(start + size, last + 1)), WHAT)
         yield piece.join(advantages, on="response_id", how="left", maintain_order="left")
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import loop
+from pipeline import loop, runs
 from pipeline.artifacts import Artifact
 from pipeline.config import composed
 
@@ -52,6 +52,11 @@ def run(data: Path, overrides: Sequence[str] = (), *, force: bool = False) -> li
 
         loop.train(config, execute)
     return built
+
+
+def digests(directory: Path) -> dict[str, str]:
+    """The digest of every artifact below a directory, by its place."""
+    return {str(a.path.relative_to(directory)): a.digest for a in runs.artifacts_below(directory)}
 
 
 @pytest.fixture(scope="session")

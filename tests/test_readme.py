@@ -27,3 +27,36 @@ def test_its_query_answers_on_a_run(finished: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(finished)
     rows = duckdb.sql(query.replace("data/runs/demo", "runs/small")).fetchall()
     assert sum(count for _, count, _ in rows) == 36
+
+
+DATA_README = (ROOT / "data/README.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def at_run(finished: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Inside the directory of a run."""
+    monkeypatch.chdir(finished / "runs/small")
+    return finished / "runs/small"
+
+
+def test_the_questions_in_sql_are_answered_on_a_run(at_run: Path) -> None:
+    whys, steps, odd = re.findall(r"```sql\n(.*?)```", DATA_README, flags=re.DOTALL)
+    # 6 groups, then 3 more; a shuffle expects nothing
+    [(why, groups, expected, found, mixed)] = duckdb.sql(whys).fetchall()
+    assert (why, groups, expected) == ("shuffle", 9, None)
+    assert 0 <= found <= 1 and 0 <= mixed <= 1
+    decided = duckdb.sql(steps).fetchall()
+    assert sum(groups for *_, groups, _ in decided) == 9
+    sampled = duckdb.sql(
+        "select sum(length) from 'step_*/round_*/rollout/rollouts/*.parquet'"
+    ).fetchall()
+    assert [(sum(tokens for *_, tokens in decided),)] == sampled
+    assert duckdb.sql(odd).columns == ["reason", "group_id", "verdict", "reward", "text"]
+
+
+def test_the_question_in_polars_is_answered_on_a_run(
+    at_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (script,) = re.findall(r"```python\n(.*?)```", DATA_README, flags=re.DOTALL)
+    exec(script, {})
+    assert "prompt_id" in capsys.readouterr().out

@@ -93,7 +93,6 @@ def bare(root: Path) -> None:
 def decide(root: Path) -> None:
     """Our decisions on all groups, without writing them."""
     both = filter._beside([root / "rollouts"], [root / "scores"], None, None, metric="acc")
-    assert both is not None
     filter.decide(both, filter.Config(batch_groups=512))
 
 

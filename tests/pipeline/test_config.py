@@ -18,6 +18,8 @@ def options(group: str) -> list[str]:
 CHOICES = [(group, option) for group in config.GROUPS for option in options(group)]
 NEEDS = {
     ("prompts", "file"): ["prompts.file=a.parquet"],
+    ("select", "weighted"): ["select.weight_by=level"],
+    ("select", "curriculum"): ["select.curriculum.start=3", "select.curriculum.end=6"],
 }
 
 

@@ -5,9 +5,9 @@ import threading
 from pathlib import Path
 
 import pytest
-from small_run import SMALL
+from small_run import SMALL, digests
 
-from pipeline import artifacts, loop, runs
+from pipeline import artifacts, loop
 from pipeline.artifacts import Artifact
 from pipeline.config import composed, load
 from pipeline.loop import Inputs
@@ -71,10 +71,6 @@ def begun(ahead: Path, tmp_path: Path) -> Path:
         copy.parent.mkdir(parents=True, exist_ok=True)
         (shutil.copytree if source.is_dir() else shutil.copy2)(source, copy)
     return tmp_path
-
-
-def digests(run: Path) -> dict[str, str]:
-    return {str(a.path.relative_to(run)): a.digest for a in runs.artifacts_below(run)}
 
 
 def test_each_first_round_is_sampled_by_the_policy_before_the_one_that_it_trains(

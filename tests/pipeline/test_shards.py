@@ -15,7 +15,7 @@ import pytest
 import small_run
 from conftest import rows, save
 
-from pipeline import artifacts, parts
+from pipeline import parts
 from pipeline.artifacts import Artifact
 from pipeline.runner import Runner
 from pipeline.worker import WorkerDied
@@ -198,13 +198,4 @@ def test_a_run_on_two_workers_of_ray_makes_the_same_artifacts(tmp_path: Path) ->
     small_run.run(tmp_path / "alone", ONCE)
     done = train_under_prefect(tmp_path, ["machine.engines=2", "machine.task_runner=ray"])
     assert done.returncode == 0, done.stderr
-    assert digests(tmp_path / "runs") == digests(tmp_path / "alone" / "runs")
-
-
-def digests(directory: Path) -> dict[str, str]:
-    """The digest of every artifact below a directory, by its place."""
-    records = directory.rglob(artifacts.RECORD)
-    return {
-        str(r.parent.relative_to(directory)): artifacts.load(r.parent).digest
-        for r in sorted(records)
-    }
+    assert small_run.digests(tmp_path / "runs") == small_run.digests(tmp_path / "alone" / "runs")

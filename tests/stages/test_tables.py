@@ -1,7 +1,10 @@
 """One schema per table, on every write and every read."""
 
 import math
+from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import polars as pl
@@ -9,6 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from conftest import VECTORS, rows, save
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from polars.testing import assert_frame_equal
 
 from stages import tables
@@ -160,6 +165,31 @@ def test_row_groups_are_small_enough_to_look_one_response_up(tmp_path: Path) -> 
     sizes = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
     assert sum(sizes) == 2500
     assert max(sizes) <= 1024
+
+
+@settings(max_examples=15)
+@given(count=st.sampled_from([0, 1, 1024, 2500]), cuts=st.lists(st.integers(0, 2500), max_size=6))
+def test_pieces_of_any_sizes_make_the_same_file_as_one_frame(count: int, cuts: list[int]) -> None:
+    frame = rows("rollouts", *({"response_id": f"r{i:04d}", "seed": i} for i in range(count)))
+    ends = sorted([0, *(min(cut, count) for cut in cuts), count])
+    with TemporaryDirectory() as one, TemporaryDirectory() as many:
+        tables.write(Path(one), "rollouts", frame)
+        pieces = (frame[start:stop] for start, stop in pairwise(ends))
+        assert tables.write_all(Path(many), "rollouts", pieces) == count
+        whole, pieced = (Path(path) / "rollouts" / "part-00000.parquet" for path in (one, many))
+        assert pieced.read_bytes() == whole.read_bytes()
+        assert_frame_equal(tables.read(Path(many), "rollouts"), frame)
+
+
+def test_pieces_that_fail_half_way_leave_no_file(tmp_path: Path) -> None:
+    def pieces() -> Iterator[pl.DataFrame]:
+        yield rows("rollouts", *({"response_id": f"r{i:04d}"} for i in range(1025)))
+        assert list(tmp_path.rglob("*.parquet"))  # it had begun
+        raise OSError("no such device")
+
+    with pytest.raises(OSError, match="no such device"):
+        tables.write_all(tmp_path, "rollouts", pieces())
+    assert not list(tmp_path.rglob("*.parquet"))
 
 
 def test_null_in_a_required_column_is_not_written(tmp_path: Path) -> None:
