@@ -37,6 +37,8 @@ class Schedule(Settings):
     """How long to train, and what to do when dynamic sampling falls short."""
 
     steps: int = Field(1, ge=0)
+    # of select=shuffle: the run ends with the round in which the last of them ends
+    epochs: int | None = Field(None, ge=1)
     max_rounds: int = Field(4, ge=1)  # of generation per step
     on_shortage: Literal["fail", "train_short", "carry"] = "fail"
     evaluate_every: int = Field(0, ge=0)  # steps; 0: only before the first and after the last
@@ -102,6 +104,10 @@ class RunConfig(Settings):
             raise ValueError(
                 "prompts and heldout read the same source: give both the same split_fraction and "
                 "split_seed, or they share prompts"
+            )
+        if self.schedule.epochs is not None and self.select.policy != "shuffle":
+            raise ValueError(
+                f"select.policy={self.select.policy} has no epochs; set schedule.steps"
             )
         if self.schedule.one_step_off:
             self._check_one_step_off()

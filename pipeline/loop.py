@@ -135,6 +135,7 @@ class Loop:
         """
         config, place = self.config, f"{step_name(number)}/round_{len(rounds)}"
         last = [*before, *rounds][-1:]
+        self._check_prompts_are_left(number, last)
         changes = {"step": number, "round": len(rounds), "size": self.round_size(rounds, before)}
         adaptive = config.select.policy == "adaptive"
         select = self.stage(
@@ -147,11 +148,6 @@ class Loop:
                 "groups": last[0].filter if last and adaptive else None,
             },
         )
-        if not select.metrics["selected"]:
-            raise Exhausted(
-                f"the prompts are used up: {config.select.epochs} epochs end in step {number}, "
-                f"of {config.schedule.steps}; raise select.epochs to go on"
-            )
         rollout = self.stage(
             f"{place}/rollout",
             "rollout",
@@ -159,6 +155,17 @@ class Loop:
             {"selection": select, "prompts": self.prompts, "policy": sampler},
         )
         return select, rollout
+
+    def _check_prompts_are_left(self, number: int, last: list[Round]) -> None:
+        """The size of a round does not depend on it: with more epochs, the run goes on."""
+        epochs = self.config.schedule.epochs
+        if epochs is None or not last:
+            return
+        if last[0].select.metrics["position"] >= epochs * self.prompts.metrics["prompts"]:
+            raise Exhausted(
+                f"the prompts are used up: {epochs} epochs end before step {number} of "
+                f"{self.config.schedule.steps} has its batch; raise schedule.epochs to go on"
+            )
 
     def sample_ahead(self, number: int, before: list[Round], sampler: Artifact | Path) -> None:
         """The first round of the next step, if there are prompts for one."""

@@ -172,7 +172,7 @@ class _Loop:
         self.select = config.select.model_copy(
             update={"seed": config.select.seed + 1000 * seed, "n": config.rollout.n}
         )
-        self.known = beliefs.read(None)
+        self.known, self.trust = beliefs.read(None), 1.0
         self.start = 0
         self.waiting = _no_responses()
         self.before: list[dict[str, float]] = []
@@ -181,8 +181,7 @@ class _Loop:
 
     def run(self) -> Outcome:
         for step in range(1, self.config.schedule.steps + 1):
-            if not self.step(step):
-                break
+            self.step(step)
         groups = pl.concat(self.steps)
         kept = groups.filter(decision="kept")
         lost = groups.filter(decision="dropped", reason="surplus")
@@ -201,8 +200,7 @@ class _Loop:
             prompts=kept["prompt_id"].n_unique(),
         )
 
-    def step(self, step: int) -> bool:
-        """One step; False if no prompt is left."""
+    def step(self, step: int) -> None:
         config, sampled = self.config, list[pl.DataFrame]()
         last = self.before
         for number in range(config.schedule.max_rounds):
@@ -211,8 +209,6 @@ class _Loop:
                 lacking = last[-1]["short"]
             size = round_size(lacking, last, most=config.select.size)
             selection = self._selected(step, number, size)
-            if selection.is_empty():
-                return False
             sampled.append(self._answered(selection, step))
             self.rounds += 1
             ends = number + 1 == config.schedule.max_rounds
@@ -232,15 +228,18 @@ class _Loop:
         )
         self.before = [counts]
         self.steps.append(groups)
-        return True
 
     def _selected(self, step: int, number: int, size: int) -> pl.DataFrame:
         settings = self.select.model_copy(update={"step": step, "round": number, "size": size})
         selection = select.choose(
-            self.population.prompts, self.known, self.start, settings, source=NOWHERE
+            self.population.prompts,
+            self.known,
+            self.start,
+            settings,
+            trust=self.trust,
+            source=NOWHERE,
         )
-        if not selection.is_empty():
-            self.start = int(selection["position"].max()) + 1  # type: ignore[arg-type]
+        self.start = int(selection["position"].max()) + 1  # type: ignore[arg-type]
         return selection
 
     def _learn(self, selection: pl.DataFrame, groups: pl.DataFrame) -> None:
@@ -248,6 +247,7 @@ class _Loop:
             self.known = beliefs.updated(
                 self.known, selection, groups, half_life=self.select.half_life
             )
+            self.trust = beliefs.trust(selection, groups)
 
     def _answered(self, selection: pl.DataFrame, step: int) -> pl.DataFrame:
         n = self.config.rollout.n

@@ -141,7 +141,8 @@ def _whole(value: pl.Expr) -> pl.Expr:
 
 
 def _mean(value: pl.Expr) -> pl.Expr:
-    return _whole(value).sum() / (pl.when(value.count() > 0).then(value.count()) * ONE)
+    n = value.count().cast(pl.Int64)  # a product of the count's own 32 bits would overflow
+    return _whole(value).sum() / (pl.when(n > 0).then(n) * ONE)
 
 
 def _std(value: pl.Expr) -> pl.Expr:

@@ -30,7 +30,6 @@ class Config(Settings):
     seed: int = 0
     step: int = Field(1, ge=0)
     round: int = Field(0, ge=0)
-    epochs: int | None = Field(None, ge=1)  # of shuffle: then the prompts are used up
     # of the other two: the share that comes from the shuffle all the same, so that every prompt
     # returns, and the steps that a prompt rests once it was asked
     explore: float = Field(0.1, ge=0, le=1)
@@ -50,8 +49,6 @@ class Config(Settings):
             raise ValueError(
                 "policy=weighted needs weight_by or curriculum, one of them, and no other does"
             )
-        if self.epochs is not None and self.policy != "shuffle":
-            raise ValueError("only policy=shuffle has epochs")
         return self
 
 
@@ -62,6 +59,7 @@ class Priorities(NamedTuple):
     weight: Floats
     pass_rate: Floats | None = None  # the posterior's mean
     evidence: Floats | None = None  # responses that it rests on
+    trust: Floats | None = None  # in the weights of those with evidence
 
 
 def run(
@@ -86,27 +84,34 @@ def run(
     before = tables.read(previous, "selection") if previous else None
     if before is not None and before.is_empty():
         raise InputError(f"{previous}: the previous selection has no rows")
-    known = beliefs.read(previous)
+    known, trust = beliefs.read(previous), 1.0
     if before is not None and config.policy != "shuffle":
         shown = pl.DataFrame(schema=tables.polars_schema("groups"))
         shown = tables.read(groups, "groups") if groups else shown
         known = beliefs.updated(known, before, shown, half_life=config.half_life)
+        trust = beliefs.trust(before, shown)
     start = 0 if before is None else int(before["position"].max()) + 1  # type: ignore[arg-type]
-    selection = choose(asked, known, start, config, source=prompts)
+    selection = choose(asked, known, start, config, trust=trust, source=prompts)
     tables.write(out, "selection", selection)
     if config.policy != "shuffle":
         tables.write(out, "beliefs", known)
+    whys = selection["why"].value_counts().sort("why")
     return {
         "selected": len(selection),
-        "epoch": max(selection["epoch"], default=0),
-        **{
-            f"why/{why}": count for why, count in selection["why"].value_counts().sort("why").rows()
-        },
+        "epoch": max(selection["epoch"]),
+        "position": max(selection["position"]) + 1,  # of the stream, where the next one begins
+        **{f"why/{why}": count for why, count in whys.iter_rows()},
     }
 
 
 def choose(
-    prompts: pl.DataFrame, known: pl.DataFrame, start: int, config: Config, *, source: Path
+    prompts: pl.DataFrame,
+    known: pl.DataFrame,
+    start: int,
+    config: Config,
+    *,
+    trust: float = 1.0,
+    source: Path,
 ) -> pl.DataFrame:
     """The `selection` of one round.
 
@@ -114,18 +119,16 @@ def choose(
         prompts: all of them, by prompt_id.
         known: `beliefs` so far.
         start: position of the shuffled stream.
+        trust: see `beliefs.trust`.
         source: of the prompts, for messages.
     """
     ids = prompts["prompt_id"]
     if config.policy == "shuffle":
-        left = config.size
-        if config.epochs is not None:
-            left = max(0, min(left, config.epochs * len(ids) - start))
-        positions = np.arange(start, start + left)
+        positions = np.arange(start, start + config.size)
         picks = _stream(ids, positions, config.seed)
         return _selection(ids, picks, positions, Priorities(*[np.ones(len(ids))] * 2), [], config)
     noise = np.random.default_rng([config.seed, config.step, config.round])
-    found = _priorities(prompts, known, config, noise, source)
+    found = _priorities(prompts, known, trust, config, noise, source)
     explored = int((noise.random(config.size) < config.explore).sum())
     positions = np.arange(start, start + explored)
     picks = _stream(ids, positions, config.seed)
@@ -147,6 +150,7 @@ def choose(
 def _priorities(
     prompts: pl.DataFrame,
     known: pl.DataFrame,
+    trust: float,
     config: Config,
     noise: np.random.Generator,
     source: Path,
@@ -162,11 +166,12 @@ def _priorities(
     right, wrong = (evidence[name].fill_null(0).to_numpy() for name in ("right", "wrong"))
     pools = beliefs.pools(prompts, config.pool_by, source)
     a, b, seen = posterior = beliefs.posterior(right, wrong, pools)
-    weight = beliefs.expected_informative(a, b, config.n)
-    order = weight
+    worth = np.where(seen > 0, trust, 1.0)
+    weight = order = worth * beliefs.expected_informative(a, b, config.n)
     if config.draw == "thompson":
-        order = beliefs.informative(noise.beta(a, b), config.n)
-    return Priorities(order + 1e-9 * noise.random(len(a)), weight, posterior.mean, seen)
+        order = worth * beliefs.informative(noise.beta(a, b), config.n)
+    ties = 1e-9 * noise.random(len(a))
+    return Priorities(order + ties, weight, posterior.mean, seen, np.full(len(a), trust))
 
 
 def _weights(prompts: pl.DataFrame, config: Config, source: Path) -> Floats:
@@ -215,6 +220,7 @@ def _selection(
             "weight": of(found.weight),
             "pass_rate": of(found.pass_rate),
             "evidence": of(found.evidence),
+            "trust": of(found.trust),
             "why": pl.Series(why, dtype=pl.String),
         }
     )

@@ -8,7 +8,7 @@ import pytest
 from small_run import digests, run
 
 from pipeline import artifacts, simulate
-from pipeline.config import parse
+from pipeline.config import load, parse
 from pipeline.loop import round_size
 from stages import tables
 from stages.errors import Exhausted, InputError
@@ -128,23 +128,35 @@ def test_a_round_is_as_large_as_what_is_lacking_needs() -> None:
     assert round_size(0, [half], most=32) == 1
 
 
-def test_a_run_ends_by_name_when_its_prompts_are_used_up(data: Path) -> None:
-    # 6, of which 2 are carried; then 3, 5
-    used_up = r"the prompts are used up: 1 epochs end in step 4, of 9"
-    settings = ["run=finite", "select.epochs=1", "prompts.count=12", "schedule.steps=9"]
+def test_a_run_ends_by_name_when_its_prompts_are_used_up_and_goes_on_with_more_epochs(
+    data: Path,
+) -> None:
+    # 6 asked, of which 2 are carried; then 3, 5
+    used_up = "the prompts are used up: 1 epochs end before step 4 of 5 has its batch"
+    finite = ["run=finite", "prompts.count=12", "schedule.steps=5", "evaluate.n=1"]
     with pytest.raises(Exhausted, match=used_up):
-        run(data, settings)
-    finite = data / "runs/finite"
-    chosen = tables.read(sorted(finite.glob("step_*/round_*/select"))[:-1], "selection")
-    assert chosen["prompt_id"].is_unique().all() and len(chosen) == 12
-    assert artifacts.load(finite / "step_0003/evaluate").metrics["avg@2"] >= 0
+        run(data, [*finite, "schedule.epochs=1"])
+    place = data / "runs/finite"
+    chosen = tables.read(sorted(place.glob("step_*/round_*/select")), "selection")
+    assert set(chosen.filter(epoch=0)["prompt_id"]) == set(
+        tables.read(place / "prompts", "prompts")["prompt_id"]
+    )
+    assert artifacts.load(place / "step_0003/evaluate").metrics["avg@1"] >= 0
     with pytest.raises(Exhausted, match=used_up):  # nothing is built again
-        run(data, settings)
+        run(data, [*finite, "schedule.epochs=1"])
+    built = run(data, [*finite, "schedule.epochs=2"])
+    assert built[0] == "step-4 / round-0 / select"
 
 
 def test_what_was_accepted_before_the_prompts_ended_is_named(data: Path) -> None:
-    with pytest.raises(Exhausted, match="7 informative groups are saved and were not trained"):
-        run(data, ["run=ends", "select.epochs=1", "filter.batch_groups=8", "prompts.count=7"])
+    ends = ["run=ends", "schedule.epochs=1", "filter.batch_groups=8", "prompts.count=5"]
+    with pytest.raises(Exhausted, match="6 informative groups are saved and were not trained"):
+        run(data, ends)
+
+
+def test_only_a_shuffle_has_epochs() -> None:
+    with pytest.raises(InputError, match=r"select\.policy=adaptive has no epochs"):
+        load(["select=adaptive", "schedule.epochs=1"])
 
 
 def test_a_shortage_that_is_carried_trains_nothing_and_fills_the_next_batch(data: Path) -> None:

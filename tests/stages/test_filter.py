@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import statistics
 from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
@@ -197,6 +198,17 @@ def test_without_dynamic_sampling_every_group_with_a_baseline_is_kept(tmp_path: 
     assert outcome.of("kept") == {"a", "b", "c"}
     even = outcome.batch.filter(pl.col("group_id") != "c")["advantage"]
     assert even.to_list() == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("n", [2, 15, 16, 17, 64, 512])
+def test_the_numbers_of_a_group_are_right_whatever_its_size(n: int, tmp_path: Path) -> None:
+    accs = [float(i % 2) for i in range(n)]
+    penalties = [-0.001 * (i % 7) for i in range(n)]
+    one = run(tmp_path, shaped(groups(g=accs), penalties)).groups.row(0, named=True)
+    rewards = [acc + penalty for acc, penalty in zip(accs, penalties, strict=True)]
+    assert one["acc_mean"] == pytest.approx(statistics.fmean(accs))
+    assert one["reward_mean"] == pytest.approx(statistics.fmean(rewards), abs=1e-7)
+    assert one["reward_std"] == pytest.approx(statistics.stdev(rewards), abs=1e-7)
 
 
 def test_advantages_are_centred_and_scaled_within_the_group(tmp_path: Path) -> None:
