@@ -20,6 +20,7 @@ from stages.errors import InputError
 Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
 UNKNOWN_MEAN, UNKNOWN_SPREAD = 0.5, 0.5  # of a run that has seen nothing: Beta(½, ½)
 WEIGHT = 8.0  # prompts' worth of evidence that the wider prior counts for
+LARGEST = 1e300  # number in the prompts' meta
 TRUSTS = (0.1, 1.25)
 SPREADS = (0.02, 0.95)  # of a pool: 0 is all prompts alike, 1 each always or never right
 
@@ -83,7 +84,8 @@ def trust(selection: pl.DataFrame, groups: pl.DataFrame) -> float:
         groups: what the filter found of it.
     """
     last = selection["trust"].drop_nulls()
-    seen = selection.filter(pl.col("evidence") > 0).join(groups, on="group_id")
+    judged = groups.filter(pl.col("n_scored") > 0)
+    seen = selection.filter(pl.col("evidence") > 0).join(judged, on="group_id")
     expected, found = seen.select(
         pl.col("weight").sum(), (pl.col("metric_max") > pl.col("metric_min")).sum()
     ).row(0)
@@ -117,18 +119,24 @@ def posterior(right: Floats, wrong: Floats, pools: np.ndarray) -> Posterior:
 
 def _moments(right: Floats, wrong: Floats, wider: tuple[float, float]) -> tuple[float, float]:
     """Mean and intra-class correlation of pass rates, drawn towards those of a wider pool."""
-    counts = (right + wrong)[right + wrong > 0]
+    asked = right + wrong > 0
+    counts = (right + wrong)[asked]
     if not len(counts):
         return wider
-    rates, weights = right[right + wrong > 0] / counts, counts / counts.sum()
-    prompts = counts.sum() ** 2 / (counts**2).sum()  # an effective number of them
-    mean = (prompts * (weights @ rates) + WEIGHT * wider[0]) / (prompts + WEIGHT)
+    rates, weights = right[asked] / counts, counts / counts.sum()
+    prompts = 1 / (weights**2).sum()  # an effective number of them
+    # faded evidence tells less; what is left of less than one response, nothing of the spread
+    telling, pairs = weights @ np.minimum(1, counts), weights @ np.maximum(0, 1 - 1 / counts)
+    mean = _drawn(weights @ rates, prompts * telling, wider[0])
     noise = mean * (1 - mean)
     # E[(k/n - mean)²] = mean (1 - mean) (1/n + spread (1 - 1/n))
     found = weights @ (rates - mean) ** 2 - noise * (weights @ np.minimum(1, 1 / counts))
-    spread = found / (noise * max(weights @ np.maximum(0, 1 - 1 / counts), 1e-6))
-    spread = (prompts * np.clip(spread, 0, 1) + WEIGHT * wider[1]) / (prompts + WEIGHT)
-    return float(np.clip(mean, 0.01, 0.99)), float(spread)
+    spread = np.clip(found / (noise * pairs), 0, 1) if pairs > 0 else wider[1]
+    return float(np.clip(mean, 0.01, 0.99)), float(_drawn(spread, prompts * pairs, wider[1]))
+
+
+def _drawn(found: float, weight: float, wider: float) -> float:
+    return (weight * found + WEIGHT * wider) / (weight + WEIGHT)
 
 
 def informative(p: Floats, n: int) -> Floats:
@@ -157,7 +165,9 @@ def numbers(prompts: pl.DataFrame, key: str, source: Path) -> Floats:
     """A number of each prompt's meta. Raises `InputError` that names the first without one."""
     found = meta_values(prompts, key, source)
     for prompt_id, value in zip(prompts["prompt_id"], found, strict=True):
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        if isinstance(value, bool) or not (
+            isinstance(value, int | float) and -LARGEST < value < LARGEST  # nor NaN
+        ):
             raise InputError(
                 f"{source}: meta.{key} of prompt '{prompt_id}' is {value!r}, expected a number"
             )
@@ -168,7 +178,7 @@ def meta_values(prompts: pl.DataFrame, key: str, source: Path) -> list[object]:
     """What each prompt's meta says of `key`. Raises `InputError` that names the first without."""
     found = []
     for prompt_id, meta in prompts.select("prompt_id", "meta").iter_rows():
-        values = json.loads(meta) if meta else {}
+        values = _parsed(meta)
         if not isinstance(values, dict) or key not in values:
             raise InputError(
                 f"{source}: meta of prompt '{prompt_id}' has no '{key}': name another key, or keep "
@@ -176,6 +186,13 @@ def meta_values(prompts: pl.DataFrame, key: str, source: Path) -> list[object]:
             )
         found.append(values[key])
     return found
+
+
+def _parsed(meta: str | None) -> object:
+    try:
+        return json.loads(meta or "{}")
+    except ValueError:
+        return None
 
 
 def read(select: Path | None) -> pl.DataFrame:

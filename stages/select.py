@@ -18,8 +18,8 @@ class Curriculum(Settings):
     """Prompts near a target of difficulty, which moves from `start` to `end` over `steps`."""
 
     by: str  # a number in the prompts' meta
-    start: float
-    end: float
+    start: float = Field(allow_inf_nan=False)
+    end: float = Field(allow_inf_nan=False)
     steps: int = Field(ge=1)
     width: float = Field(1.0, gt=0)  # standard deviation of a normal curve around the target
 
@@ -45,7 +45,8 @@ class Config(Settings):
 
     @model_validator(mode="after")
     def _one_weight(self) -> Self:
-        if (self.policy == "weighted") != (bool(self.weight_by) != bool(self.curriculum)):
+        given = [self.weight_by is not None, self.curriculum is not None]
+        if sum(given) != (self.policy == "weighted"):
             raise ValueError(
                 "policy=weighted needs weight_by or curriculum, one of them, and no other does"
             )
@@ -71,7 +72,7 @@ def run(
     config: Config,
     machine: Machine,
 ) -> dict[str, float]:
-    """Write `selection`: the next `size` prompts; and `beliefs`, if the policy is adaptive.
+    """Write `selection`: the next `size` prompts; and `beliefs`, unless they are shuffled.
 
     A shuffled stream runs through all prompts, then through all of them in another order, and so
     on; `position` counts along it. `previous` is the selection before this one and says where to go
@@ -136,7 +137,8 @@ def choose(
     last = ids.to_frame().join(known, on="prompt_id", how="left", maintain_order="left")["asked"]
     resting = (config.step - last <= config.rest).fill_null(False).to_numpy()
     order = np.lexsort((-found.order, resting))
-    chosen = order[~np.isin(order, picks)][: config.size - explored]
+    order = order[~np.isin(order, picks) & (found.order[order] > -np.inf)]
+    chosen = order[: config.size - explored]
     return _selection(
         ids,
         np.concatenate([picks, chosen]),
@@ -158,7 +160,8 @@ def _priorities(
     if config.policy == "weighted":
         weight = _weights(prompts, config, source)
         # without replacement, each with a chance in proportion to its weight: exponential clocks
-        return Priorities(-noise.exponential(size=len(weight)) / np.maximum(weight, 1e-300), weight)
+        with np.errstate(divide="ignore"):  # a weight of 0: never
+            return Priorities(-noise.exponential(size=len(weight)) / weight, weight)
     now = beliefs.faded(known, config.step, half_life=config.half_life)
     evidence = prompts.select("prompt_id").join(
         now, on="prompt_id", how="left", maintain_order="left"

@@ -292,3 +292,26 @@ def test_what_is_no_number_is_refused_by_file_prompt_and_key(value: str) -> None
     given_prompts = prompts('{"level": 1}', f'{{"level": {value}}}')
     with pytest.raises(InputError, match=r"prompts\.parquet: meta\.level of prompt 'p1' is"):
         beliefs.numbers(given_prompts, "level", SOURCE)
+
+
+def test_evidence_that_has_faded_away_says_nothing_of_a_pool() -> None:
+    half = np.array([1.0, 0.0] * 20)  # always right and never right
+    pool = np.zeros(41, np.int64)
+    certain = []
+    for count in (16.0, 1.01, 0.99, 0.1, 1e-200):
+        right, wrong = np.append(half * count, 0), np.append((1 - half) * count, 0)
+        a, b, _ = beliefs.posterior(right, wrong, pool)
+        certain.append(a[-1] + b[-1])
+    assert np.isfinite(certain).all()
+    assert max(certain) <= 1.01  # of an unseen prompt: never more than when nothing is known
+
+
+def test_groups_that_nobody_could_score_leave_trust_as_it_is() -> None:
+    selection = pl.DataFrame(
+        {"group_id": ["g"], "evidence": [8.0], "weight": [0.9], "trust": [0.7]}
+    )
+    unscored = pl.DataFrame(
+        {"group_id": ["g"], "n_scored": [0], "metric_min": [None], "metric_max": [None]},
+        schema_overrides={"metric_min": pl.Float64, "metric_max": pl.Float64},
+    )
+    assert beliefs.trust(selection, unscored) == 0.7
