@@ -33,7 +33,7 @@ class Config(Settings):
     # of the other two: the share that comes from the shuffle all the same, so that every prompt
     # returns, and the steps that a prompt rests once it was asked
     explore: float = Field(0.1, ge=0, le=1)
-    rest: int = Field(3, ge=0)
+    rest: int = Field(10, ge=0)
     # adaptive
     n: int = Field(8, ge=2)  # responses per prompt that a group will have
     draw: Literal["thompson", "greedy"] = "greedy"  # by a draw from the posterior, or expectation
