@@ -1,0 +1,187 @@
+"""Commands that look and change nothing: ls, show, verify, compare, simulate."""
+
+import json
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pipeline.cli.console import (
+    Json,
+    Run,
+    because,
+    headlines,
+    metric,
+    on_its_side,
+    out,
+    say,
+    section,
+    table,
+)
+
+
+def ls(
+    run: Annotated[str | None, typer.Argument(metavar="[RUN]")] = None, json_: Json = False
+) -> None:
+    """List the runs, or the artifacts of one run with their states.
+
+    Example: dapo ls demo
+    """
+    from pipeline import runs
+
+    if run is None:
+        table("run steps artifacts seconds directory", runs.overview(), as_json=json_)
+        return
+    rows = runs.entries(runs.find(run))
+    if json_:
+        print(json.dumps(rows, indent=1))
+        return
+    shown = [
+        {
+            **row,
+            "rows": " ".join(f"{table} {count}" for table, count in row["rows"].items()),
+            "metrics": "  ".join(headlines(row["stage"], row["metrics"])),
+        }
+        for row in rows
+    ]
+    table("place state rows seconds metrics", shown, as_json=False)
+
+
+def show(
+    path: Annotated[Path, typer.Argument(help="An artifact, a table in it, or a Parquet file.")],
+    rows: Annotated[int, typer.Option(min=0, help="Rows of each table to show.")] = 3,
+    json_: Json = False,
+) -> None:
+    """Show an artifact: its record, and the schema and first rows of its tables.
+
+    Example: dapo show data/runs/demo/step_0001/round_0/score
+    """
+    from pipeline import runs
+
+    shown = runs.contents(path, rows=rows)
+    if json_:
+        print(json.dumps(shown, indent=1, default=str))
+        return
+    if shown["record"]:
+        out.print_json(json.dumps(shown["record"]))
+    for name, each in shown["tables"].items():
+        out.print(f"[bold]{name}[/]  {each['count']} rows")
+        on_its_side(each["schema"], each["rows"])
+
+
+def verify(run: Run, json_: Json = False) -> None:
+    """Check a run in full: every hash, every input, and that no row was lost or invented.
+
+    Example: dapo verify demo
+    """
+    from pipeline import runs
+
+    count, problems = runs.verify(runs.find(run))
+    if json_:
+        print(json.dumps({"artifacts": count, "problems": problems}, indent=1))
+    else:
+        for problem in problems:
+            out.print(problem, highlight=False, soft_wrap=True)
+        out.print(f"{count} artifacts, {len(problems)} problems")
+    if problems:
+        raise typer.Exit(1)
+
+
+def compare(
+    scores_a: Annotated[Path, typer.Argument(help="Made by score.", metavar="SCORES_A")],
+    scores_b: Annotated[Path, typer.Argument(help="The same.", metavar="SCORES_B")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(help="Of the filter, such as filter.batch_groups=8", metavar="KEY=VALUE"),
+    ] = None,
+    rollouts: Annotated[
+        list[Path] | None, typer.Option(help="Default: those that the scores were made from.")
+    ] = None,
+    json_: Json = False,
+) -> None:
+    """Compare two scorings of the same rollouts: verdicts, groups kept, advantages, rewards.
+
+    Groups are decided on these rollouts alone: no other round, no carried rows.
+
+    Example: dapo compare round_0/score round_0/score.variant-1 filter.batch_groups=8
+    """
+    from pipeline import compare as comparing
+
+    made = comparing.compare(scores_a, scores_b, rollouts=rollouts or [], overrides=overrides or [])
+    if json_:
+        print(json.dumps(made.document(), indent=1))
+        return
+    examples = [
+        {
+            "response_id": row["response_id"],
+            **{x: because(row[f"verdict_{x}"], row[f"extracted_{x}"]) for x in "ab"},
+            "text_end": " ".join(row["text_end"].split()),
+        }
+        for row in made.examples.to_dicts()
+    ]
+    groups = [
+        {
+            "group_id": row["group_id"],
+            **{x: because(row[f"decision_{x}"], row[f"reason_{x}"]) for x in "ab"},
+            **{f"acc_{x}": row[f"acc_{x}"] for x in "ab"},
+        }
+        for row in made.group_flips.to_dicts()
+    ]
+    rules = "  ".join(metric(name, value) for name, value in made.filter.items())
+    say("settings: " + ("unknown" if made.settings is None else made.settings or "the same"))
+    say(f"filter: {rules}  from {made.filter_from}")
+    section("verdicts", made.verdict_flips.to_dicts())
+    section("responses whose acc changes, some of them", examples)
+    section("groups decided otherwise, of these rollouts alone, none carried", groups)
+    flipped = "{responses} responses ({share:.1%}) flip".format(**made.flipped)
+    section(f"signs of advantages in groups kept both times: {flipped}", made.sign_flips.to_dicts())
+    section("mean reward by length in tokens", made.reward_by_length.to_dicts())
+
+
+def simulate(
+    run: Run,
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Of select, filter, rollout.n or schedule; several values: select.size=16,32",
+            metavar="KEY=VALUE",
+        ),
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Seeds; the rows are their means.")] = 3,
+    plot: Annotated[Path | None, typer.Option(help="A .svg, .png, .html or .json file.")] = None,
+    json_: Json = False,
+) -> None:
+    """Run the loop of dynamic sampling again on what a run recorded, under other settings.
+
+    Nothing is generated and nothing trains: the recorded responses answer for their prompts. Shown
+    are the tokens and the prompts asked per trained group, how many informative groups were wasted,
+    rounds per step, mean age, steps that fell short, and how many different prompts were trained.
+
+    Example: dapo simulate demo select.policy=shuffle,adaptive select.size=28,56
+    """
+    from pipeline import runs
+    from pipeline import simulate as simulating
+
+    rows = simulating.simulate(runs.find(run), settings or [], repeats=repeats)
+    if plot is not None:
+        simulating.plot(rows, plot)
+    if json_:
+        print(json.dumps(rows, indent=1))
+        return
+    shown = [
+        {
+            "settings": re.sub(" (?=\\S+=)", "\n", str(row["settings"])),
+            "tokens": f"{row['tokens_per_kept']:.0f} ± {row['±']:.0f}",
+            "asked": f"{row['asked_per_kept']:.3g}",
+            "wasted": f"{row['wasted']:.3g}",
+            "rounds": f"{row['rounds_per_step']:.3g}",
+            "age": f"{row['age']:.3g}",
+            "short": f"{row['short_steps']:.3g}",
+            "prompts": f"{row['prompts']:.3g}",
+        }
+        for row in rows
+    ]
+    table(" ".join(shown[0]), shown, as_json=False)
+    if plot is not None:
+        say(f"drawn in {plot}")
