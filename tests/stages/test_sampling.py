@@ -362,8 +362,13 @@ def test_a_request_that_the_engine_keeps_giving_up_ends_the_stage_and_the_rest_i
 
 
 def test_log_probs_that_are_no_numbers_end_the_stage_by_name_and_the_other_groups_are_kept(
-    drawn: pl.DataFrame, policy: Path, faulty: type[Faulty], tmp_path: Path
+    drawn: pl.DataFrame,
+    policy: Path,
+    faulty: type[Faulty],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(shards, "EVERY_S", math.inf)  # all groups are finished when rows are made
     faulty.garbled = {drawn["seed"][0], drawn["seed"][2]}
     with pytest.raises(NonFinite, match=r"not finite numbers for 2 responses, g0n00, g0n02"):
         sample(asked(*SUMS), policy_path=policy, config=CONFIG, machine=CPU, partial=tmp_path / "p")
