@@ -117,10 +117,11 @@ def _as_parts(task_runner: TaskRunner[Any], machine: Machine) -> parts.Spread:
             flow_context.run(submit, label, partial(run, job))
             for label, job in zip(labels, jobs, strict=True)
         ]
-        late = wait(futures, timeout=machine.stage_timeout_s).not_done
+        late = wait(futures, timeout=machine.timeout_s(jobs[0].stage)).not_done
         if late and machine.task_runner == "ray":  # our own workers have this limit themselves
             raise StageTimeout(
-                f"{len(late)} of {len(jobs)} engines took longer than {machine.stage_timeout_s} s"
+                f"{len(late)} of {len(jobs)} engines took longer than "
+                f"{machine.timeout_s(jobs[0].stage)} s"
             )
         return [future.result() for future in futures]
 

@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 from pipeline import artifacts
 from pipeline.artifacts import Artifact
 from pipeline.config import RunConfig, parse
-from pipeline.runner import Input, Runner
+from pipeline.runner import Input, Runner, Workers
 from stages.errors import Exhausted, InputError, Shortage
 from stages.settings import Settings
 
@@ -365,7 +365,9 @@ def paths(inputs: Inputs) -> dict[str, Input]:
 
 
 @contextmanager
-def opened(text: str, *, force: bool = False) -> Iterator[tuple[RunConfig, Runner]]:
+def opened(
+    text: str, *, force: bool = False, workers: Workers | None = None
+) -> Iterator[tuple[RunConfig, Runner]]:
     """A run directory of one's own, its saved configuration, and a runner for its stages.
 
     `text` is a composed configuration. Raises `InputError` if the run is in use, or was made with
@@ -377,7 +379,7 @@ def opened(text: str, *, force: bool = False) -> Iterator[tuple[RunConfig, Runne
         if saved.exists() and not force:
             _check_same_settings(parse(saved.read_text()), config)
         artifacts.write_durably(saved, text)
-        with Runner(config.machine, logs=config.directory / "logs", force=force) as runner:
+        with Runner(config.machine, logged=True, force=force, workers=workers) as runner:
             yield config, runner
 
 

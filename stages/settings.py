@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, model_validator
 
 
 class Settings(BaseModel):
@@ -48,8 +48,15 @@ class Machine(Settings):
     # what the engine does while the trainer works. Unless both stay, only one of them has memory on
     # the device at a time: the trainer's process ends before the engine works
     engine_between: Literal["stay", "sleep", "exit"] = "stay"
-    # a stage in a worker process is killed, with its children, after so long
+    # a stage is killed, with its children, after so long; by its name, if that differs
     stage_timeout_s: float | None = Field(None, gt=0)
+    stage_timeouts_s: dict[str, PositiveFloat] = {}
+    # more tries at a stage that ended by what may pass: a process that died, memory, storage
+    retries: int = Field(1, ge=0)
+
+    def timeout_s(self, stage: str) -> float | None:
+        """How long `stage` may take, in seconds; None: for ever."""
+        return self.stage_timeouts_s.get(stage, self.stage_timeout_s)
 
     @model_validator(mode="after")
     def _sleeps_where_it_can(self) -> "Machine":
