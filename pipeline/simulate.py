@@ -172,7 +172,7 @@ class _Loop:
         self.select = config.select.model_copy(
             update={"seed": config.select.seed + 1000 * seed, "n": config.rollout.n}
         )
-        self.known, self.trust = beliefs.read(None), beliefs.Trust()
+        self.known, self.trust = beliefs.read(None), 1.0
         self.start = 0
         self.waiting = _no_responses()
         self.before: list[dict[str, float]] = []

@@ -37,13 +37,6 @@ class Posterior(NamedTuple):
         return self.a / (self.a + self.b)
 
 
-class Trust(NamedTuple):
-    """Factors in the weights of prompts with evidence, and of those without."""
-
-    seen: float = 1.0
-    unseen: float = 1.0
-
-
 def updated(
     known: pl.DataFrame, selection: pl.DataFrame, groups: pl.DataFrame, *, half_life: float
 ) -> pl.DataFrame:
@@ -80,33 +73,23 @@ def updated(
     )
 
 
-def trust(selection: pl.DataFrame, groups: pl.DataFrame) -> Trust:
-    """What the weights of a round's prompts are worth, of those asked before and of the others.
+def trust(selection: pl.DataFrame, groups: pl.DataFrame) -> float:
+    """What the weights of prompts that were asked before are worth, beside those that were not.
 
     A policy learns what it is trained on, and what seemed mixed was often so by chance: prompts
-    that are asked again are mixed less often than expected. And the prompts that were asked were
-    not drawn by lot, so that what they show flatters those never asked. Both factors follow what
-    is found.
+    that are asked again are mixed less often than expected. The factor follows what is found.
 
     Args:
-        selection: one round's, with the factors that its weights hold already.
+        selection: one round's, with the factor that its weights hold already.
         groups: what the filter found of it.
     """
+    last = selection["trust"].drop_nulls()
     judged = groups.filter(pl.col("n_scored") > 0)
-    found = selection.join(judged, on="group_id")
-    return Trust(
-        seen=_factor(selection["trust"], found.filter(pl.col("evidence") > 0)),
-        unseen=_factor(selection["trust_unseen"], found.filter(pl.col("evidence") == 0)),
-    )
-
-
-def _factor(held: pl.Series, judged: pl.DataFrame) -> float:
-    """The factor that the weights of the `judged` held, moved by what was found of them."""
-    last = held.drop_nulls()
-    expected, mixed = judged.select(
+    seen = selection.filter(pl.col("evidence") > 0).join(judged, on="group_id")
+    expected, found = seen.select(
         pl.col("weight").sum(), (pl.col("metric_max") > pl.col("metric_min")).sum()
     ).row(0)
-    factor = (last[0] if len(last) else 1.0) * (mixed + WEIGHT) / (expected + WEIGHT)
+    factor = (last[0] if len(last) else 1.0) * (found + WEIGHT) / (expected + WEIGHT)
     return float(np.clip(factor, *TRUSTS))
 
 

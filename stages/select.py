@@ -60,7 +60,7 @@ class Priorities(NamedTuple):
     weight: Floats
     pass_rate: Floats | None = None  # the posterior's mean
     evidence: Floats | None = None  # responses that it rests on
-    trust: beliefs.Trust | None = None  # that the weights hold
+    trust: Floats | None = None  # in the weights of those with evidence
 
 
 def run(
@@ -85,7 +85,7 @@ def run(
     before = tables.read(previous, "selection") if previous else None
     if before is not None and before.is_empty():
         raise InputError(f"{previous}: the previous selection has no rows")
-    known, trust = beliefs.read(previous), beliefs.Trust()
+    known, trust = beliefs.read(previous), 1.0
     if before is not None and config.policy != "shuffle":
         shown = pl.DataFrame(schema=tables.polars_schema("groups"))
         shown = tables.read(groups, "groups") if groups else shown
@@ -111,7 +111,7 @@ def choose(
     start: int,
     config: Config,
     *,
-    trust: beliefs.Trust | None = None,
+    trust: float = 1.0,
     source: Path,
 ) -> pl.DataFrame:
     """The `selection` of one round.
@@ -127,10 +127,9 @@ def choose(
     if config.policy == "shuffle":
         positions = np.arange(start, start + config.size)
         picks = _stream(ids, positions, config.seed)
-        alike = np.ones(len(ids))
-        return _selection(ids, picks, positions, Priorities(alike, alike), [], config)
+        return _selection(ids, picks, positions, Priorities(*[np.ones(len(ids))] * 2), [], config)
     noise = np.random.default_rng([config.seed, config.step, config.round])
-    found = _priorities(prompts, known, trust or beliefs.Trust(), config, noise, source)
+    found = _priorities(prompts, known, trust, config, noise, source)
     explored = int((noise.random(config.size) < config.explore).sum())
     positions = np.arange(start, start + explored)
     picks = _stream(ids, positions, config.seed)
@@ -153,7 +152,7 @@ def choose(
 def _priorities(
     prompts: pl.DataFrame,
     known: pl.DataFrame,
-    trust: beliefs.Trust,
+    trust: float,
     config: Config,
     noise: np.random.Generator,
     source: Path,
@@ -170,12 +169,12 @@ def _priorities(
     right, wrong = (evidence[name].fill_null(0).to_numpy() for name in ("right", "wrong"))
     pools = beliefs.pools(prompts, config.pool_by, source)
     a, b, seen = posterior = beliefs.posterior(right, wrong, pools)
-    worth = np.where(seen > 0, *trust)
+    worth = np.where(seen > 0, trust, 1.0)
     weight = order = worth * beliefs.expected_informative(a, b, config.n)
     if config.draw == "thompson":
         order = worth * beliefs.informative(noise.beta(a, b), config.n)
     ties = 1e-9 * noise.random(len(a))
-    return Priorities(order + ties, weight, posterior.mean, seen, trust)
+    return Priorities(order + ties, weight, posterior.mean, seen, np.full(len(a), trust))
 
 
 def _weights(prompts: pl.DataFrame, config: Config, source: Path) -> Floats:
@@ -224,10 +223,7 @@ def _selection(
             "weight": of(found.weight),
             "pass_rate": of(found.pass_rate),
             "evidence": of(found.evidence),
-            "trust": pl.Series([found.trust and found.trust.seen] * len(pick), dtype=pl.Float64),
-            "trust_unseen": pl.Series(
-                [found.trust and found.trust.unseen] * len(pick), dtype=pl.Float64
-            ),
+            "trust": of(found.trust),
             "why": pl.Series(why, dtype=pl.String),
         }
     )

@@ -89,7 +89,6 @@ SCHEMAS: dict[str, pa.Schema] = {
         pass_rate=(pa.float64(), None),  # what an adaptive policy expects, and the responses that
         evidence=(pa.float64(), None),  # it has seen of this very prompt, the old ones faded
         trust=(pa.float64(), None),  # a factor in the weights of those with evidence
-        trust_unseen=(pa.float64(), None),  # and of those without
         why=pa.string(),
         epoch=pa.int32(),
     ),

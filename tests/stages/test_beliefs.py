@@ -77,8 +77,7 @@ def trust(
 ) -> float:
     """After groups of such weights that were mixed or not; another one of the round is skipped."""
     frames = [
-        {"group_id": f"g{i}", "weight": weight, "evidence": evidence}
-        | {"trust": before, "trust_unseen": before}
+        {"group_id": f"g{i}", "weight": weight, "trust": before, "evidence": evidence}
         for i, (weight, _) in enumerate([*groups, (0.7, True)])
     ]
     selection = rows("selection", *frames)
@@ -86,7 +85,7 @@ def trust(
         metric_min=pl.lit(0.0),
         metric_max=pl.Series([mixed for _, mixed in groups], dtype=pl.Float64),
     )
-    return beliefs.trust(selection, found).seen
+    return beliefs.trust(selection, found)
 
 
 def prompts(*metas: str | None) -> pl.DataFrame:
@@ -246,15 +245,6 @@ def test_trust_stays_where_nothing_was_expected_or_found() -> None:
     assert trust(before=0.5) == 0.5  # every group was skipped
 
 
-def test_prompts_never_asked_have_a_factor_of_their_own() -> None:
-    never = {"evidence": 0.0, "trust": 0.5, "trust_unseen": 0.8}
-    frames = [{"group_id": f"g{i}", "weight": 0.75, **never} for i in range(8)]
-    selection = rows("selection", *frames)
-    found = judged(selection, *[0.5] * 8).with_columns(metric_min=0.0, metric_max=0.0)
-    factor = 0.8 * (0 + beliefs.WEIGHT) / (6 + beliefs.WEIGHT)
-    assert beliefs.trust(selection, found) == beliefs.Trust(seen=0.5, unseen=factor)
-
-
 def test_trust_goes_on_from_the_factor_that_the_weights_held_and_has_bounds() -> None:
     assert trust(*[(0.75, False)] * 8, before=0.5) == 0.5 * trust(*[(0.75, False)] * 8)
     assert trust(*[(0.9, False)] * 100, before=0.2) == beliefs.TRUSTS[0]
@@ -318,16 +308,10 @@ def test_evidence_that_has_faded_away_says_nothing_of_a_pool() -> None:
 
 def test_groups_that_nobody_could_score_leave_trust_as_it_is() -> None:
     selection = pl.DataFrame(
-        {
-            "group_id": ["g"],
-            "evidence": [8.0],
-            "weight": [0.9],
-            "trust": [0.7],
-            "trust_unseen": [0.6],
-        }
+        {"group_id": ["g"], "evidence": [8.0], "weight": [0.9], "trust": [0.7]}
     )
     unscored = pl.DataFrame(
         {"group_id": ["g"], "n_scored": [0], "metric_min": [None], "metric_max": [None]},
         schema_overrides={"metric_min": pl.Float64, "metric_max": pl.Float64},
     )
-    assert beliefs.trust(selection, unscored) == beliefs.Trust(0.7, 0.6)
+    assert beliefs.trust(selection, unscored) == 0.7
