@@ -88,7 +88,6 @@ SCHEMAS: dict[str, pa.Schema] = {
         weight=pa.float64(),  # what the policy that chose it goes by
         pass_rate=(pa.float64(), None),  # what an adaptive policy expects, and the responses that
         evidence=(pa.float64(), None),  # it has seen of this very prompt, the old ones faded
-        trust=(pa.float64(), None),  # a factor in the weights of those with evidence
         why=pa.string(),
         epoch=pa.int32(),
     ),
