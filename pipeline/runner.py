@@ -12,7 +12,8 @@ from types import TracebackType
 from typing import Any, Self, get_args
 
 from pipeline import artifacts, parts
-from pipeline.artifacts import Artifact, Recipe
+from pipeline.artifacts import OPTIMIZER, Artifact, Recipe
+from pipeline.mirror import Mirror
 from pipeline.worker import Worker, WorkerDied
 from stages import progress
 from stages.errors import InputError
@@ -75,11 +76,20 @@ class Runner:
     Args:
         logs: directory for what the workers print; None: the caller's stderr.
         force: rebuild an artifact of another recipe instead of refusing it.
+        mirror: of the run in a store that the artifacts belong to.
     """
 
-    def __init__(self, machine: Machine, *, logs: Path | None = None, force: bool = False) -> None:
+    def __init__(
+        self,
+        machine: Machine,
+        *,
+        logs: Path | None = None,
+        force: bool = False,
+        mirror: Mirror | None = None,
+    ) -> None:
         self.machine = machine
         self.force = force
+        self.mirror = mirror
         self.spread: parts.Spread = parts.in_threads  # who runs a stage's parts
         self._workers = {
             "trainer": [Worker(logs and logs / "trainer.log")],
@@ -142,12 +152,19 @@ class Runner:
     ) -> Artifact:
         """Run the stage and publish what it made at `out`, in place of what stands there or not."""
         recipe = _recipe(stage, config, inputs)
+        if self.mirror:
+            moments = stage == "update"  # only training goes on from them
+            self.mirror.bring(
+                _paths(inputs), lambda name: moments or not name.startswith(OPTIMIZER)
+            )
         started = time.time()
         with artifacts.reading(_paths(inputs)), artifacts.draft(out) as building:
             arguments = {**inputs, "out": building, "config": config, "machine": self.machine}
             if PARTIAL in inspect.signature(_module(stage).run).parameters:
                 arguments[PARTIAL] = artifacts.partial(out, recipe)
             metrics = self._call(stage, arguments)
+            if self.mirror and replace:
+                self.mirror.drop(out)
             made = artifacts.publish(
                 building,
                 out,
@@ -160,6 +177,8 @@ class Runner:
                 pinned=pinned,
             )
         artifacts.forget_partial(out)
+        if self.mirror:
+            self.mirror.push(out)
         return made
 
     def _call(self, stage: str, arguments: dict[str, Any]) -> dict[str, float]:

@@ -19,3 +19,7 @@ class NonFinite(RuntimeError):
 
 class EngineMismatch(RuntimeError):
     """The sampler does not run the policy that it claims to run."""
+
+
+class StorageError(RuntimeError):
+    """The store failed, for longer than it was worth trying; the same command goes on."""

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -10,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from pipeline import storage
 from stages import progress
 
 if TYPE_CHECKING:
@@ -77,6 +79,11 @@ def watched() -> Iterator[None]:
             yield
         finally:
             progress.listener.reset(token)
+
+
+def place(text: str) -> Path | str:
+    """A path, or a URL as it was typed: a path would lose one of its slashes."""
+    return text if storage.is_url(text) else Path(text)
 
 
 def say(text: str) -> None:

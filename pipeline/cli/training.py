@@ -28,14 +28,17 @@ def train(
     from pipeline.config import composed, parse
 
     text = composed(overrides or [])
-    say(f"run {parse(text).run}: {parse(text).directory}")
+    say(f"run {parse(text).run}: {parse(text).place}")
     # a plain SIGTERM would skip every `finally`: workers, drafts, Prefect's server
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     with watched():
         if direct:
             with loop.opened(text, force=force) as (config, run):
                 evaluation = loop.train(
-                    config, loop.plainly(run), stepped=lambda step: say(summary.line(step))
+                    config,
+                    loop.plainly(run),
+                    stepped=lambda step: say(summary.line(step)),
+                    mirror=run.mirror,
                 )
             say(summary.result(config, evaluation))
         else:
@@ -60,7 +63,7 @@ def rerun(
 
     Example: dapo rerun --run demo --step 3 --stage score score.overlong_factor=0.5
     """
-    from pipeline import artifacts, runs
+    from pipeline import mirror, runs
     from pipeline.rerun import Rerun
 
     directory = runs.find(run)
@@ -68,9 +71,9 @@ def rerun(
         again = Rerun.of(directory, step=step, stage=stage, round=round, overrides=overrides or [])
         comparison(again.dry())
         return
-    with artifacts.locked(directory), watched():
+    with mirror.owned(directory) as stored, watched():
         again = Rerun.of(directory, step=step, stage=stage, round=round, overrides=overrides or [])
-        made = again.build(out=to, replace=replace)
+        made = again.build(out=to, replace=replace, mirror=stored)
         describe(made)
         if replace and (stale := runs.stale_below(directory, made)):
             say(
