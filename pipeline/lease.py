@@ -140,19 +140,23 @@ class Lease:
                 self._renew()
 
     def _release(self) -> None:
-        number, owner = self._newest()
+        """Remove our number, also if there is a higher one by now."""
+        owner = self._holder(self._number)
         if owner and owner.token == self._owner.token:
-            self.store.remove([self._name(number)])
+            self.store.remove([self._name(self._number)])
 
     def _newest(self) -> tuple[int, Owner | None]:
-        """The highest number there is, and who holds it; (0, None) if there is none."""
-        numbers = self._numbers()
-        name = self._name(max(numbers, default=0))
-        found = self.store.read([name] if numbers else [])
+        """The highest number there is, and who holds it; none if it is gone meanwhile."""
+        number = max(self._numbers(), default=0)
+        return number, self._holder(number) if number else None
+
+    def _holder(self, number: int) -> Owner | None:
+        name = self._name(number)
+        found = self.store.read([name])
         if name not in found:
-            return 0, None
+            return None
         try:
-            return max(numbers), Owner(**json.loads(found[name]))
+            return Owner(**json.loads(found[name]))
         except (ValueError, TypeError) as error:
             raise InputError(f"{self.store.url}/{name} is no lock ({error}); delete it") from error
 

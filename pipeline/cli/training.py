@@ -2,13 +2,12 @@
 
 import signal
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from pipeline import runner
-from pipeline.cli.console import Overrides, comparison, describe, say, watched
+from pipeline.cli.console import Overrides, comparison, describe, local, say, watched
 
 DRY = "Only the loss, without a step, beside what it was: of update."
 
@@ -56,7 +55,9 @@ def rerun(
     replace: Annotated[
         bool, typer.Option(help="Put it in the original's place instead of aside.")
     ] = False,
-    to: Annotated[Path | None, typer.Option("--out", help="Where to, instead of beside.")] = None,
+    to: Annotated[
+        str | None, typer.Option("--out", help="Where to, instead of beside.", metavar="PATH")
+    ] = None,
     dry: Annotated[bool, typer.Option("--dry", help=DRY)] = False,
 ) -> None:
     """Rebuild one artifact of a run on the inputs that it was made from, with other settings.
@@ -73,7 +74,7 @@ def rerun(
         return
     with mirror.owned(directory) as stored, watched():
         again = Rerun.of(directory, step=step, stage=stage, round=round, overrides=overrides or [])
-        made = again.build(out=to, replace=replace, mirror=stored)
+        made = again.build(out=local(to) if to else None, replace=replace, mirror=stored)
         describe(made)
         if replace and (stale := runs.stale_below(directory, made)):
             say(
