@@ -39,7 +39,7 @@ SMALL = (
 
 
 def run(data: Path | str, overrides: Sequence[str] = (), *, force: bool = False) -> list[str]:
-    """Train below a directory or a URL; returns the labels of stages that were built, not served."""
+    """Train below a directory or a URL; returns the labels of stages that were built."""
     built: list[str] = []
     text = composed([*SMALL, f"data={data}", *overrides])
     with loop.opened(text, force=force) as (config, runner):

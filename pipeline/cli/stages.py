@@ -39,9 +39,8 @@ def command(stage: str) -> Callable[..., None]:
         if dry:
             from pipeline.rerun import dry_update
 
-            comparison(
-                dry_update(load(), settings, updated=updated and brought(updated), inputs=given)
-            )
+            made_by = brought(updated) if updated else None
+            comparison(dry_update(load(), settings, updated=made_by, inputs=given))
             return
         if out is None:
             raise InputError("give --out DIR, where the policy is to be written, or --dry")
