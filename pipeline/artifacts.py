@@ -27,6 +27,7 @@ import pyarrow.parquet as pq
 from stages.errors import InputError
 
 RECORD = "artifact.json"
+UPLOADED = ".uploaded"  # beside a record: a store has all files, also those that are missing here
 WEIGHTS, OPTIMIZER = ".safetensors", "optimizer/"  # what `retire` may remove
 TIMINGS = "timings/"  # recorded, but part of no digest: equal work is equal whatever the hour
 
@@ -114,7 +115,8 @@ class Artifact:
     def changed_files(self, *, full: bool) -> list[str]:
         """What is not as the record says, a line each.
 
-        Without `full`, a file of unchanged size and modification time is believed.
+        Without `full`, a file of unchanged size and modification time is believed. One that a
+        store has need not be here, see pipeline/mirror.py.
         """
         problems = []
         for name, known in self.record["files"].items():
@@ -122,6 +124,8 @@ class Artifact:
             if known.get("retired"):
                 continue
             if not path.is_file():
+                if (self.path / UPLOADED).is_file():
+                    continue
                 problems.append(f"{path} is missing")
                 continue
             stat = path.stat()
@@ -257,7 +261,7 @@ def retire(artifact: Artifact, *, keep_weights: bool = False) -> None:
     }
     if files == artifact.record["files"]:
         return
-    with _flocked(artifact.path, fcntl.LOCK_EX | fcntl.LOCK_NB) as mine:
+    with flocked(artifact.path, fcntl.LOCK_EX | fcntl.LOCK_NB) as mine:
         if not mine:
             return
         # the record first: a crash in between leaves files too many, not a record that lies
@@ -273,21 +277,26 @@ def reading(paths: Iterable[Path]) -> Iterator[None]:
     with ExitStack() as stack:
         for path in paths:
             if path.is_dir():
-                stack.enter_context(_flocked(path, fcntl.LOCK_SH))
+                stack.enter_context(flocked(path, fcntl.LOCK_SH))
         yield
 
 
 @contextmanager
-def _flocked(directory: Path, kind: int) -> Iterator[bool]:
+def flocked(directory: Path, kind: int) -> Iterator[bool]:
     """Whether the lock was had; the kernel frees it with the process."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, kind)
-        yield True
-    except BlockingIOError:
-        yield False
+        yield _flock(descriptor, kind)
     finally:
         os.close(descriptor)
+
+
+def _flock(descriptor: int, kind: int) -> bool:
+    try:
+        fcntl.flock(descriptor, kind)
+    except BlockingIOError:
+        return False
+    return True
 
 
 @contextmanager

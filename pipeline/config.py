@@ -18,6 +18,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 import conf
+from pipeline import mirror, storage
 from stages import evaluate, filter, prompts, rollout, score, select, update, warmstart
 from stages.errors import InputError
 from stages.settings import Machine, Settings
@@ -58,7 +59,7 @@ class RunConfig(Settings):
     """One run, whole: a field per stage, and how and where to execute it."""
 
     run: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")
-    data: Path
+    data: Path | str  # a directory, or a URL such as s3://bucket/prefix
     seed: int
     model: Model
     machine: Machine
@@ -78,11 +79,19 @@ class RunConfig(Settings):
     def _default_root(cls, path: object) -> object:
         """The checkout's own `data/`; where the package is installed, the working directory's."""
         root = CHECKOUT if (CHECKOUT / "pyproject.toml").exists() else Path.cwd()
-        return root / "data" if path is None else path
+        if storage.is_url(path):
+            return storage.checked(str(path))
+        return root / "data" if path is None else Path(path) if isinstance(path, str) else path
+
+    @property
+    def place(self) -> Path | str:
+        """Where the run is: a directory, or a URL."""
+        return mirror.run_place(self.data, self.run)
 
     @property
     def directory(self) -> Path:
-        return self.data / "runs" / self.run
+        """The run's files on this machine; of a URL, those that it has."""
+        return mirror.directory(self.place)
 
     @model_validator(mode="after")
     def _stages_agree(self) -> "RunConfig":
@@ -169,7 +178,9 @@ def composed(overrides: Sequence[str] = ()) -> str:
         raise InputError(_explained(error, overrides)) from error
     for key in (key for key, kind in KEYS.items() if kind is Path):
         if value := OmegaConf.select(config, key):
-            OmegaConf.update(config, key, os.path.abspath(value))
+            url = key == "data" and storage.is_url(value)
+            whole = storage.checked(value) if url else os.path.abspath(value)
+            OmegaConf.update(config, key, whole)
     return OmegaConf.to_yaml(config)
 
 
@@ -230,10 +241,13 @@ def understood(override: str) -> str:
 
 
 def _keys(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every dotted key of the configuration and its type, `X | None` counting as X."""
+    """Every dotted key of the configuration and its type, `X | None` counting as X.
+
+    A path that may also be a URL counts as a path.
+    """
     for name, field in model.model_fields.items():
         kinds = [kind for kind in get_args(field.annotation) if kind is not NoneType]
-        kind = kinds[0] if len(kinds) == 1 else field.annotation
+        kind = kinds[0] if len(kinds) == 1 else Path if Path in kinds else field.annotation
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             yield from _keys(kind, f"{prefix}{name}.")
             if prefix:  # else it is a group

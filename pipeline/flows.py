@@ -29,7 +29,7 @@ from prefect.states import Completed, State
 from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 from prefect.utilities.annotations import opaque, quote
 
-from pipeline import guard, loop, parts, summary
+from pipeline import guard, loop, mirror, parts, summary
 from pipeline.artifacts import Artifact
 from pipeline.config import composed
 from pipeline.loop import Inputs, Step
@@ -53,10 +53,13 @@ def train(overrides: list[str] | None = None, force: bool = False) -> str:
     ):
         runner.spread = _as_parts(task_runner, config.machine)
         evaluation = loop.train(
-            config, _as_tasks(runner), stepped=lambda step: _publish(config.run, step)
+            config,
+            _as_tasks(runner),
+            stepped=lambda step: _publish(config.run, step, runner.mirror),
+            mirror=runner.mirror,
         )
         _say(summary.result(config, evaluation))
-        return str(config.directory)
+        return str(config.place)
 
 
 # The artifact's record decides what is served; Prefect's cache would replay paths whose files are
@@ -158,9 +161,12 @@ def _gpus(machine: Machine) -> Iterator[None]:
         yield
 
 
-def _publish(run: str, step: Step) -> None:
+def _publish(run: str, step: Step, stored: mirror.Mirror | None) -> None:
     """The step's page and some of its responses, each with its history under one key."""
     _say(summary.line(step))
+    if stored:
+        first = step.rounds[0]
+        stored.bring([first.rollout.path, first.score.path], mirror.tables)
     key = "".join(c if c.isalnum() else "-" for c in run.lower())
     create_markdown_artifact(
         summary.markdown(step), key=f"{key}-step", description=f"{run}, step {step.number}"

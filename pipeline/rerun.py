@@ -10,6 +10,7 @@ from pipeline import artifacts
 from pipeline.artifacts import Artifact
 from pipeline.config import RunConfig, parse
 from pipeline.loop import CONFIG
+from pipeline.mirror import Mirror, bring
 from pipeline.runner import Runner
 from stages import update
 from stages.errors import InputError
@@ -26,6 +27,7 @@ class Rerun:
     original: Artifact
     config: Settings
     run: RunConfig
+    directory: Path
     altered: bool
 
     @classmethod
@@ -48,13 +50,13 @@ class Rerun:
             name.removeprefix(f"{key}."): value for name, value in changed.items()
         }
         kind = type(getattr(config, key))
-        return cls(original, kind(**settings), config, altered=bool(changed))
+        return cls(original, kind(**settings), config, run, altered=bool(changed))
 
-    def build(self, *, out: Path | None, replace: bool) -> Artifact:
+    def build(self, *, out: Path | None, replace: bool, mirror: Mirror | None = None) -> Artifact:
         """Build it at `out`, in the original's place, or beside it as the next variant."""
         original = self.original
         target = original.path if replace else out.absolute() if out else _variant(original.path)
-        with Runner(self.run.machine) as runner:
+        with Runner(self.run.machine, mirror=mirror) as runner:
             return runner.build(
                 original.stage,
                 out=target,
@@ -74,6 +76,8 @@ class Rerun:
             raise InputError(f"--dry is for update, not for {self.original.stage}")
         if self.original.retired:
             raise InputError(f"{self.original.path}: its weights were retired; take a later step")
+        inputs = [path for path in self.original.sources.values() if path]
+        bring(self.directory, [self.original.path, *inputs])
         return update.dry(
             **self.original.sources,
             updated=self.original.path,

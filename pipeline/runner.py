@@ -12,8 +12,9 @@ from types import TracebackType
 from typing import Any, Self, get_args
 
 from pipeline import artifacts, logs, parts
-from pipeline.artifacts import Artifact, Recipe
+from pipeline.artifacts import OPTIMIZER, Artifact, Recipe
 from pipeline.logs import StageLog
+from pipeline.mirror import Mirror
 from pipeline.worker import Worker, WorkerDied
 from stages import progress
 from stages.errors import InputError
@@ -80,6 +81,7 @@ class Runner:
             `rollout`; else it goes to the caller's stderr.
         force: rebuild an artifact of another recipe instead of refusing it.
         workers: processes of somebody else's to use, and to leave alone at the end.
+        mirror: of the run in a store that the artifacts belong to.
     """
 
     def __init__(
@@ -89,11 +91,13 @@ class Runner:
         logged: bool = False,
         force: bool = False,
         workers: Workers | None = None,
+        mirror: Mirror | None = None,
     ) -> None:
         _check_limits(machine)
         self.machine = machine
         self.logged = logged
         self.force = force
+        self.mirror = mirror
         self.spread: parts.Spread = parts.in_threads  # who runs a stage's parts
         self._workers = new_workers(machine) if workers is None else workers
         self._owned = workers is None
@@ -148,6 +152,11 @@ class Runner:
     ) -> Artifact:
         """Run the stage and publish what it made at `out`, in place of what stands there or not."""
         recipe = _recipe(stage, config, inputs)
+        if self.mirror:
+            moments = stage == "update"  # only training goes on from them
+            self.mirror.bring(
+                _paths(inputs), lambda name: moments or not name.startswith(OPTIMIZER)
+            )
         started = time.time()
         with (
             artifacts.reading(_paths(inputs)),
@@ -158,6 +167,8 @@ class Runner:
             if PARTIAL in inspect.signature(_module(stage).run).parameters:
                 arguments[PARTIAL] = artifacts.partial(out, recipe)
             metrics = self._call(stage, arguments, log)
+            if self.mirror and replace:
+                self.mirror.drop(out)
             made = artifacts.publish(
                 building,
                 out,
@@ -170,6 +181,8 @@ class Runner:
                 pinned=pinned,
             )
         artifacts.forget_partial(out)
+        if self.mirror:
+            self.mirror.push(out)
         return made
 
     @contextmanager

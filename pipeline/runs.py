@@ -6,7 +6,7 @@ from typing import Any
 
 import polars as pl
 
-from pipeline import artifacts
+from pipeline import artifacts, mirror, storage
 from pipeline.artifacts import RECORD, Artifact
 from pipeline.config import load
 from pipeline.loop import CONFIG
@@ -14,18 +14,28 @@ from stages import tables
 from stages.errors import InputError
 
 
-def find(run: str) -> Path:
-    """The directory of a run, given by name (below the data root) or by path."""
-    runs = load().data / "runs"
-    for path in (runs / run, Path(run).absolute()):
+def find(run: str, wanted: mirror.Wanted = mirror.nothing) -> Path:
+    """The directory of a run, given by name (below the data root), by path or by URL.
+
+    Of a run in a store it is the mirror, with every record and the wanted files.
+    """
+    data = load().data
+    named = [mirror.run_place(data, run), Path(run).absolute()]
+    for place in [run] if storage.is_url(run) else named:
+        path = mirror.looked_at(place, wanted)
         if (path / CONFIG).is_file():
             return path
-    raise InputError(f"there is no run '{run}' in {runs}; `dapo ls` lists the runs")
+    raise InputError(f"there is no run '{run}' in {data}/{mirror.RUNS}; `dapo ls` lists the runs")
 
 
 def overview() -> list[dict[str, Any]]:
-    """Every run below the data root, the newest last."""
-    found = sorted((load().data / "runs").glob(f"*/{CONFIG}"), key=lambda p: p.stat().st_mtime)
+    """Every run below the data root, the newest last; of a store by name."""
+    data = load().data
+    if isinstance(data, str):
+        mirrors = {url: mirror.looked_at(url) for url in mirror.stored_runs(data)}
+        there = {url: path for url, path in mirrors.items() if (path / CONFIG).is_file()}
+        return [_run_row(path) | {"directory": url} for url, path in there.items()]
+    found = sorted((data / mirror.RUNS).glob(f"*/{CONFIG}"), key=lambda p: p.stat().st_mtime)
     return [_run_row(path.parent) for path in found]
 
 

@@ -23,3 +23,7 @@ class EngineMismatch(RuntimeError):
 
 class OutOfMemory(RuntimeError):
     """The device or the machine has less memory than was asked for; nothing was saved."""
+
+
+class StorageError(RuntimeError):
+    """The store failed, for longer than it was worth trying; the same command goes on."""

@@ -50,8 +50,8 @@ def workers() -> Workers:
     return made
 
 
-def run(data: Path, overrides: Sequence[str] = (), *, force: bool = False) -> list[str]:
-    """Train below `data`; returns the labels of the stages that were built, not served."""
+def run(data: Path | str, overrides: Sequence[str] = (), *, force: bool = False) -> list[str]:
+    """Train below a directory or a URL; returns the labels of stages that were built."""
     built: list[str] = []
     text = composed([*SMALL, f"data={data}", *overrides])
     shared = workers() if parse(text).machine == Machine() else None
@@ -63,7 +63,7 @@ def run(data: Path, overrides: Sequence[str] = (), *, force: bool = False) -> li
                 built.append(label)
             return made
 
-        loop.train(config, execute)
+        loop.train(config, execute, mirror=runner.mirror)
     return built
 
 

@@ -10,7 +10,7 @@ from pipeline import runner
 from pipeline.cli import looking, stages, training
 from pipeline.cli.console import err
 from pipeline.worker import StageTimeout, WorkerDied
-from stages.errors import EngineMismatch, InputError, NonFinite, Shortage
+from stages.errors import EngineMismatch, InputError, NonFinite, Shortage, StorageError
 
 MENDABLE = (InputError, Shortage, NonFinite, EngineMismatch)
 
@@ -35,7 +35,7 @@ def main() -> None:
     """Run the command; an error that explains itself is one message without a traceback."""
     try:
         app()
-    except (WorkerDied, StageTimeout, *MENDABLE) as error:
+    except (WorkerDied, StageTimeout, StorageError, *MENDABLE) as error:
         err.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         sys.exit(2 if isinstance(error, MENDABLE) else 1)
     except KeyboardInterrupt:

@@ -15,6 +15,7 @@ from pipeline.cli.console import (
     metric,
     on_its_side,
     out,
+    place,
     say,
     section,
     table,
@@ -49,7 +50,10 @@ def ls(
 
 
 def show(
-    path: Annotated[Path, typer.Argument(help="An artifact, a table in it, or a Parquet file.")],
+    path: Annotated[
+        str,
+        typer.Argument(help="An artifact, a table in it, or a Parquet file.", metavar="PATH"),
+    ],
     rows: Annotated[int, typer.Option(min=0, help="Rows of each table to show.")] = 3,
     json_: Json = False,
 ) -> None:
@@ -57,9 +61,9 @@ def show(
 
     Example: dapo show data/runs/demo/step_0001/round_0/score
     """
-    from pipeline import runs
+    from pipeline import mirror, runs
 
-    shown = runs.contents(path, rows=rows)
+    shown = runs.contents(mirror.looked_at(place(path), mirror.tables), rows=rows)
     if json_:
         print(json.dumps(shown, indent=1, default=str))
         return
@@ -75,9 +79,9 @@ def verify(run: Run, json_: Json = False) -> None:
 
     Example: dapo verify demo
     """
-    from pipeline import runs
+    from pipeline import mirror, runs
 
-    count, problems = runs.verify(runs.find(run))
+    count, problems = runs.verify(runs.find(run, mirror.everything))
     if json_:
         print(json.dumps({"artifacts": count, "problems": problems}, indent=1))
     else:
@@ -89,14 +93,15 @@ def verify(run: Run, json_: Json = False) -> None:
 
 
 def compare(
-    scores_a: Annotated[Path, typer.Argument(help="Made by score.", metavar="SCORES_A")],
-    scores_b: Annotated[Path, typer.Argument(help="The same.", metavar="SCORES_B")],
+    scores_a: Annotated[str, typer.Argument(help="Made by score.", metavar="SCORES_A")],
+    scores_b: Annotated[str, typer.Argument(help="The same.", metavar="SCORES_B")],
     overrides: Annotated[
         list[str] | None,
         typer.Argument(help="Of the filter, such as filter.batch_groups=8", metavar="KEY=VALUE"),
     ] = None,
     rollouts: Annotated[
-        list[Path] | None, typer.Option(help="Default: those that the scores were made from.")
+        list[str] | None,
+        typer.Option(help="Default: those that the scores were made from.", metavar="PATH"),
     ] = None,
     json_: Json = False,
 ) -> None:
@@ -107,8 +112,13 @@ def compare(
     Example: dapo compare round_0/score round_0/score.variant-1 filter.batch_groups=8
     """
     from pipeline import compare as comparing
+    from pipeline import mirror
 
-    made = comparing.compare(scores_a, scores_b, rollouts=rollouts or [], overrides=overrides or [])
+    a, b, *given = (
+        mirror.looked_at(place(path), mirror.tables)
+        for path in (scores_a, scores_b, *(rollouts or []))
+    )
+    made = comparing.compare(a, b, rollouts=given, overrides=overrides or [])
     if json_:
         print(json.dumps(made.document(), indent=1))
         return
@@ -160,10 +170,10 @@ def simulate(
 
     Example: dapo simulate demo select.policy=shuffle,adaptive select.size=28,56
     """
-    from pipeline import runs
+    from pipeline import mirror, runs
     from pipeline import simulate as simulating
 
-    rows = simulating.simulate(runs.find(run), settings or [], repeats=repeats)
+    rows = simulating.simulate(runs.find(run, mirror.tables), settings or [], repeats=repeats)
     if plot is not None:
         simulating.plot(rows, plot)
     if json_:
