@@ -1,14 +1,28 @@
 """The base of every stage's `Config`, and the machine's knobs, which identify no artifact."""
 
+import re
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 
 class Settings(BaseModel):
     """Flat, frozen and typo-proof: an unknown key or a wrong type fails before anything wakes."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+def without_credentials(address: object, variable: str) -> object:
+    """`address`. Raises `ValueError`, without repeating it, if it holds a user or a password.
+
+    Settings are saved beside the data and shown in user interfaces, so secrets are none.
+    """
+    if isinstance(address, str) and re.search(r"://[^/]*@", address):
+        raise ValueError(
+            "the address holds a user or a password (before the @), which would be saved with the "
+            f"run; take it out, and put what is secret into the environment variable {variable}"
+        )
+    return address
 
 
 class Machine(Settings):
@@ -50,6 +64,11 @@ class Machine(Settings):
     engine_between: Literal["stay", "sleep", "exit"] = "stay"
     # a stage in a worker process is killed, with its children, after so long
     stage_timeout_s: float | None = Field(None, gt=0)
+
+    @field_validator("endpoint", mode="before")
+    @classmethod
+    def _without_password(cls, endpoint: object) -> object:
+        return without_credentials(endpoint, "DAPO_ENDPOINT_KEY")
 
     @model_validator(mode="after")
     def _sleeps_where_it_can(self) -> "Machine":
