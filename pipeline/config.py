@@ -21,7 +21,7 @@ import conf
 from pipeline import mirror, storage
 from stages import evaluate, filter, prompts, rollout, score, select, update, warmstart
 from stages.errors import InputError
-from stages.settings import Machine, Settings
+from stages.settings import Machine, Settings, without_credentials
 
 CONFIG_DIR = Path(conf.__file__).parent.resolve()
 CHECKOUT = CONFIG_DIR.parent
@@ -50,6 +50,31 @@ class Schedule(Settings):
     keep_optimizers: int | None = Field(None, ge=1)  # newest optimizer states; None: all
 
 
+class Track(Settings):
+    """Which experiment tracker gets the figures; part of no artifact's identity.
+
+    Its keys come from the environment, never from here.
+    """
+
+    kind: Literal["off", "tensorboard", "mlflow", "wandb"] = "off"
+    project: str = "dapo"  # of wandb; mlflow calls it an experiment
+    directory: Path | None = None  # of local files; None: `tracker` below the run's
+    uri: str | None = None  # of mlflow; None: a database in `directory`
+    mode: Literal["online", "offline"] = "online"  # of wandb
+    patience_s: float = Field(60, gt=0)  # the end of a run waits so long for the tracker
+
+    @field_validator("uri", mode="before")
+    @classmethod
+    def _without_password(cls, uri: object) -> object:
+        return without_credentials(uri, "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD")
+
+    @model_validator(mode="after")
+    def _uri_has_a_reader(self) -> "Track":
+        if self.uri is not None and self.kind != "mlflow":
+            raise ValueError(f"uri is of track=mlflow, not of {self.kind}")
+        return self
+
+
 # a field hides the module of its own name
 Prompts = prompts.Config
 Warmstart = warmstart.Config
@@ -64,6 +89,7 @@ class RunConfig(Settings):
     model: Model
     machine: Machine
     schedule: Schedule
+    track: Track = Track()
     prompts: Prompts
     heldout: Prompts
     warmstart: Warmstart | None = None  # none: model.path is given
@@ -148,7 +174,7 @@ class RunConfig(Settings):
     def stage_settings(self) -> dict[str, Any]:
         """Dotted keys of what decides the artifacts; not how long, where or on what machine."""
         stages = self.model_dump(
-            mode="json", exclude={"run", "data", "seed", "machine", "schedule"}
+            mode="json", exclude={"run", "data", "seed", "machine", "schedule", "track"}
         )
         return {"schedule.one_step_off": self.schedule.one_step_off} | {
             f"{stage}.{key}": value

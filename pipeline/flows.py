@@ -29,7 +29,7 @@ from prefect.states import Completed, State
 from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 from prefect.utilities.annotations import opaque, quote
 
-from pipeline import guard, loop, mirror, parts, summary
+from pipeline import guard, loop, mirror, parts, summary, trackers
 from pipeline.artifacts import Artifact
 from pipeline.config import composed
 from pipeline.loop import Inputs, Step
@@ -52,10 +52,11 @@ def train(overrides: list[str] | None = None, force: bool = False) -> str:
         _task_runner(config.machine) as task_runner,
     ):
         runner.spread = _as_parts(task_runner, config.machine)
-        evaluation = loop.train(
+        evaluation = trackers.train(
             config,
             _as_tasks(runner),
             stepped=lambda step: _publish(config.run, step, runner.mirror),
+            say=_say,
             mirror=runner.mirror,
         )
         _say(summary.result(config, evaluation))

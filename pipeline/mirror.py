@@ -27,7 +27,7 @@ from pipeline.lease import LOCK, Lease
 from pipeline.storage import Store
 from stages.errors import InputError
 
-CONFIG, LATEST = "config.yaml", "latest"
+CONFIG, LATEST, LEDGER = "config.yaml", "latest", "tracker.json"
 ORIGIN = ".store"  # in a run's mirror: the URL of the run
 RUNS = "runs"
 
@@ -166,7 +166,7 @@ class Mirror:
         if listed.keys() - {name for name in listed if name.startswith(LOCK)}:
             self.directory.mkdir(parents=True, exist_ok=True)
             (self.directory / ORIGIN).write_text(self.store.url)
-            self._bring_texts(listed.keys() & {CONFIG, LATEST})
+            self._bring_texts(listed.keys() & {CONFIG, LATEST, LEDGER})
             self._bring_records(
                 {name: mark for name, mark in listed.items() if name.endswith(f"/{RECORD}")}
             )

@@ -23,7 +23,7 @@ def train(
 
     Example: dapo train experiment=demo schedule.steps=40
     """
-    from pipeline import loop, summary
+    from pipeline import loop, summary, trackers
     from pipeline.config import composed, parse
 
     text = composed(overrides or [])
@@ -33,10 +33,11 @@ def train(
     with watched():
         if direct:
             with loop.opened(text, force=force) as (config, run):
-                evaluation = loop.train(
+                evaluation = trackers.train(
                     config,
                     loop.plainly(run),
                     stepped=lambda step: say(summary.line(step)),
+                    say=say,
                     mirror=run.mirror,
                 )
             say(summary.result(config, evaluation))
