@@ -16,6 +16,7 @@ from pipeline import artifacts
 from pipeline.artifacts import Artifact
 from pipeline.config import RunConfig, parse
 from pipeline.mirror import CONFIG, LATEST, Mirror, owned
+from pipeline.retries import tried
 from pipeline.runner import Input, Runner, Workers
 from stages.errors import Exhausted, InputError, Shortage
 from stages.settings import Settings
@@ -231,6 +232,29 @@ def round_size(lacking: float, last: Sequence[Mapping[str, float]], *, most: int
     return min(max(size, 1), most)
 
 
+def prepared(config: RunConfig, execute: Execute) -> tuple[Artifact, Artifact]:
+    """The checked prompts to train on, and those held out."""
+    prompts, heldout = (
+        execute(
+            name,
+            "prompts",
+            out=config.directory / name,
+            config=source,
+            inputs={"source": source.file},
+        )
+        for name, source in (("prompts", config.prompts), ("heldout", config.heldout))
+    )
+    return prompts, heldout
+
+
+def newest_step(directory: Path) -> int:
+    """The last step of a run whose policy is published; 0 of a run that has none."""
+    pointer = directory / LATEST
+    if not pointer.exists():
+        return 0
+    return int(pointer.read_text().partition("/")[0].removeprefix("step_"))
+
+
 def train(
     config: RunConfig,
     execute: Execute,
@@ -244,16 +268,7 @@ def train(
     the last evaluation. Raises `Shortage` when dynamic sampling cannot fill a batch; `Exhausted`
     when the prompts are used up before the last step, after the evaluation of what was trained.
     """
-    prompts, heldout = (
-        execute(
-            name,
-            "prompts",
-            out=config.directory / name,
-            config=source,
-            inputs={"source": source.file},
-        )
-        for name, source in (("prompts", config.prompts), ("heldout", config.heldout))
-    )
+    prompts, heldout = prepared(config, execute)
     loop = Loop(config, execute, prompts, heldout)
     policy = loop.base_policy()
     reference = None if config.update.kl == "off" else policy
@@ -360,11 +375,12 @@ def _point_latest(config: RunConfig, step: Step) -> bool:
     return (len(newest), newest) < (len(ours), ours)
 
 
-def plainly(runner: Runner) -> Execute:
-    """Execute without Prefect."""
+def plainly(runner: Runner, *, say: Callable[[str], None] = print) -> Execute:
+    """Execute without Prefect; `say` is told of what is tried again."""
 
     def execute(label: str, stage: str, *, out: Path, config: Settings, inputs: Inputs) -> Artifact:
-        return runner.run(stage, out=out, config=config, inputs=paths(inputs))[0]
+        run = partial(runner.run, stage, out=out, config=config, inputs=paths(inputs))
+        return tried(run, retries=runner.machine.retries, say=say)[0]
 
     return execute
 

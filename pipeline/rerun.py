@@ -1,17 +1,18 @@
 """Rebuild one artifact of a run on the very inputs that it was made from."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from pipeline import artifacts
 from pipeline.artifacts import Artifact
 from pipeline.config import RunConfig, parse
-from pipeline.loop import CONFIG
+from pipeline.loop import CONFIG, Execute, Inputs, newest_step, step_name
 from pipeline.mirror import Mirror, bring
-from pipeline.runner import Runner
+from pipeline.runner import Outdated, Runner
 from stages import update
 from stages.errors import InputError
 from stages.settings import Settings
@@ -89,6 +90,45 @@ class Rerun:
         )
 
 
+def evaluated(
+    run: Path,
+    *,
+    step: int | None,
+    overrides: Sequence[str],
+    mirror: Mirror | None,
+    execute: Callable[[Runner], Execute],
+) -> Artifact:
+    """The evaluation of the policy that `step` made, by default the newest one.
+
+    With the run's own settings it is, or becomes, the step's; with others it stands beside it, as
+    the first variant that is free or has these very settings.
+
+    Raises `InputError` for an override that is no business of an evaluation.
+    """
+    text = (run / CONFIG).read_text()
+    config, asked = parse(text), parse(text, overrides)
+    foreign = [
+        key
+        for key, value in asked.stage_settings().items()
+        if config.stage_settings()[key] != value and not key.startswith("evaluate.")
+    ]
+    if foreign:
+        raise InputError(f"{foreign[0]} does not concern an evaluation; give evaluate.… only")
+    number = newest_step(run) if step is None else step
+    place = run / step_name(number)
+    first = config.model.path if config.warmstart is None else place / "warmstart"
+    policy = artifacts.load(place / "update").path if number else first
+    with Runner(asked.machine, logged=True, mirror=mirror) as runner:
+        inputs: Inputs = {"prompts": run / "heldout", "policy": policy}
+        for out in chain([place / "evaluate"], _variants(place / "evaluate")):
+            with suppress(Outdated):
+                label = f"step-{number} / {out.name}"
+                return execute(runner)(
+                    label, "evaluate", out=out, config=asked.evaluate, inputs=inputs
+                )
+    raise AssertionError("there is always another variant")
+
+
 def dry_update(
     plain: RunConfig, asked: RunConfig, *, updated: Path | None, inputs: dict[str, Any]
 ) -> "pl.DataFrame":
@@ -123,5 +163,8 @@ def _place(run: Path, *, step: int, stage: str, round: int | None) -> Path:
 
 
 def _variant(original: Path) -> Path:
-    paths = (original.parent / f"{original.name}.variant-{number}" for number in count(1))
-    return next(path for path in paths if not path.exists())
+    return next(path for path in _variants(original) if not path.exists())
+
+
+def _variants(original: Path) -> Iterator[Path]:
+    return (original.parent / f"{original.name}.variant-{number}" for number in count(1))

@@ -17,7 +17,7 @@ from pipeline.logs import StageLog
 from pipeline.mirror import Mirror
 from pipeline.worker import Worker, WorkerDied
 from stages import progress
-from stages.errors import InputError
+from stages.errors import InputError, OutOfMemory
 from stages.settings import Machine, Settings
 
 Input = Path | Sequence[Path] | None
@@ -166,7 +166,11 @@ class Runner:
             arguments = {**inputs, "out": building, "config": config, "machine": self.machine}
             if PARTIAL in inspect.signature(_module(stage).run).parameters:
                 arguments[PARTIAL] = artifacts.partial(out, recipe)
-            metrics = self._call(stage, arguments, log)
+            try:
+                metrics = self._call(stage, arguments, log)
+            except OutOfMemory:
+                self._ask_for_less(stage)
+                raise
             if self.mirror and replace:
                 self.mirror.drop(out)
             made = artifacts.publish(
@@ -257,6 +261,15 @@ class Runner:
         except BaseException:  # Ctrl-C: nobody awaits what the engines are at
             self._close("engine")
             raise
+
+    def _ask_for_less(self, stage: str) -> None:
+        """After memory ran out: half as many tokens or sequences at once from now on."""
+        process = PROCESS.get(stage, "tables")
+        self._close(process)
+        knob = {"trainer": "micro_batch_tokens", "engine": "max_num_seqs"}.get(process)
+        if knob:
+            half = max(1, getattr(self.machine, knob) // 2)
+            self.machine = self.machine.model_copy(update={knob: half})
 
     def _close(self, process: str) -> None:
         for worker in self._workers[process]:

@@ -7,7 +7,7 @@ import typer
 from rich.markup import escape
 
 from pipeline import runner
-from pipeline.cli import looking, stages, training
+from pipeline.cli import looking, operating, stages, training
 from pipeline.cli.console import err
 from pipeline.worker import StageTimeout, WorkerDied
 from stages.errors import EngineMismatch, InputError, NonFinite, Shortage, StorageError
@@ -23,6 +23,7 @@ app = typer.Typer(
 )
 PANELS = {
     "Make": (training.train, training.rerun, training.config),
+    "Operate": (operating.deploy, operating.serve),
     "Look": (looking.ls, looking.show, looking.verify, looking.compare, looking.simulate),
     "Stages, each on saved data and without Prefect": map(stages.command, runner.STAGES),
 }

@@ -43,8 +43,9 @@ def train(
             say(summary.result(config, evaluation))
         else:
             from pipeline import flows
+            from pipeline.requests import Train
 
-            flows.train(overrides=overrides or [], force=force)
+            flows.train(Train(overrides=overrides or [], force=force))
 
 
 def rerun(

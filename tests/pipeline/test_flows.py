@@ -166,8 +166,9 @@ def test_a_failed_stage_fails_the_flow_and_the_exit_code(server: Server, data: P
 
 def test_a_flow_can_run_twice_in_one_process(server: Server, data: Path) -> None:
     code = (
-        "import sys; from pipeline import flows\n"
-        "paths = {flows.train(overrides=sys.argv[1:]) for _ in range(2)}; print(len(paths))"
+        "import sys; from pipeline import flows, requests\n"
+        "request = requests.Train(overrides=sys.argv[1:])\n"
+        "print(len({flows.train(request) for _ in range(2)}))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, *SMALL, f"data={data}"],
