@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import cast
 
 from prefect import get_client, serve as serve_flows
 from prefect.client.orchestration import SyncPrefectClient
@@ -19,6 +20,7 @@ from prefect.client.schemas.objects import StateType
 from prefect.events.actions import ChangeFlowRunState
 from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
 from prefect.events.schemas.events import ResourceSpecification
+from prefect.deployments.runner import RunnerDeployment
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import get_current_settings
 
@@ -66,12 +68,9 @@ def deploy(
 def serve() -> None:
     """The flows as deployments of this very process, which runs what it is asked, until Ctrl-C."""
     os.environ["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"] = str(HEARTBEAT_S)
-    serve_flows(
-        *(
-            flow.to_deployment(name="here", concurrency_limit=1)  # type: ignore[misc]
-            for flow in (flows.train, flows.prepare, flows.evaluate, flows.rerun_stage)
-        )
-    )
+    every = (flows.train, flows.prepare, flows.evaluate, flows.rerun_stage)
+    made = [flow.to_deployment(name="here", concurrency_limit=1) for flow in every]
+    serve_flows(*cast(list[RunnerDeployment], made))
 
 
 def _pool(client: SyncPrefectClient) -> str:
@@ -126,8 +125,10 @@ def _automation(client: SyncPrefectClient) -> str:
 def _deployments(file: Path, home: Path, say: Callable[[str], None]) -> None:
     """By Prefect's own command, which reads its own file."""
     done = subprocess.run(
-        [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all"]
-        + ["--prefect-file", str(file)],
+        [
+            *(sys.executable, "-m", "prefect", "--no-prompt"),
+            *("deploy", "--all", "--prefect-file", str(file)),
+        ],
         cwd=file.parent,
         env={**os.environ, "DAPO_HOME": str(home), "COLUMNS": "1000"},
         capture_output=True,
