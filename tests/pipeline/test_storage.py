@@ -355,6 +355,19 @@ def test_an_owner_elsewhere_is_believed_while_it_gives_signs_of_life(stored: str
     assert objects(stored, LOCK) == {f"{LOCK}/00000006"}  # not ours to remove
 
 
+def test_an_object_is_created_once_however_many_try(root: str) -> None:
+    store, created = Store(root), list[bool]()
+    threads = [
+        threading.Thread(target=lambda i=i: created.append(store.create("lock", b"%d" % i)))
+        for i in range(6)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(created) == [False] * 5 + [True]
+
+
 def test_of_many_that_want_a_run_at_once_one_gets_it(stored: str) -> None:
     wanting = [Lease(Store(stored)) for _ in range(6)]
     won: list[Lease] = []
@@ -395,11 +408,11 @@ def test_retired_weights_go_from_the_store_and_from_every_mirror(
 
 
 def test_weights_that_were_retired_here_but_not_in_the_store_go_with_the_next_command(
-    stored: str,
+    root: str, finished: Path
 ) -> None:
-    with owned(stored) as ours:
-        assert ours
-        artifacts.retire(artifacts.load(ours.directory / UPDATE))
+    upload(finished, root)
+    stored = f"{root}/runs/small"
+    artifacts.retire(artifacts.load(mirror.directory(stored) / UPDATE))
     assert not without_weights(stored)
     assert artifacts.load(mirror.looked_at(stored) / UPDATE).retired  # looking takes nothing back
     with owned(stored):
