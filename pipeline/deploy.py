@@ -23,6 +23,7 @@ from prefect.events.schemas.events import ResourceSpecification
 from prefect.deployments.runner import RunnerDeployment
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import get_current_settings
+from prefect.workers.process import ProcessWorker
 
 from pipeline import flows
 from pipeline.config import CHECKOUT
@@ -75,18 +76,17 @@ def serve() -> None:
 
 def _pool(client: SyncPrefectClient) -> str:
     """A process pool whose runs report that they are alive."""
-    environment = {"PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_S)}
     try:
-        pool = client.read_work_pool(POOL)
+        template, made = client.read_work_pool(POOL).base_job_template, "is there"
     except ObjectNotFound:
-        pool = client.create_work_pool(WorkPoolCreate(name=POOL, type="process"))
-        made = "made"
-    else:
-        made = "is there"
-    template = dict(pool.base_job_template)
-    template["variables"]["properties"]["env"]["default"] = environment
+        client.create_work_pool(WorkPoolCreate(name=POOL, type="process"))
+        template, made = {}, "made"
+    template = template or ProcessWorker.get_default_base_job_template()
+    template["variables"]["properties"]["env"]["default"] = {
+        "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_S)
+    }
     client.update_work_pool(POOL, WorkPoolUpdate(base_job_template=template))
-    return f"work pool {POOL} ({pool.type}): {made}"
+    return f"work pool {POOL} (process): {made}"
 
 
 def _limit(client: SyncPrefectClient, slots: int) -> str:

@@ -13,6 +13,7 @@ import math
 import os
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime
@@ -59,8 +60,13 @@ class Series(BaseModel):
 
     run: str | None = None  # the tracker's own id
     number: int = 1  # of its runs, which begin anew when steps are rebuilt
-    last: int = -1  # the last step
-    logged: dict[str, str] = {}  # the digest of each point, by place
+    logged: dict[str, str] = {}  # the digest of each point, by place, in their order
+
+    @property
+    def last(self) -> int:
+        """The last step that is logged; -1 if none is."""
+        place = next(reversed(self.logged), None)
+        return -1 if place is None else int(place.partition("/")[0].removeprefix("step_"))
 
 
 LEDGERS = TypeAdapter(dict[str, Series])  # by tracker and place
@@ -71,7 +77,12 @@ class Gone(Exception):
 
 
 class Tracker(Protocol):
-    """A run in a tracker; all of it is called by one thread."""
+    """A run in a tracker; all of it is called by one thread.
+
+    `settles_s`: a point that is taken may be lost with the process for so long, until `finish`.
+    """
+
+    settles_s: float
 
     def start(
         self, run: str | None, *, name: str, last: int, settings: Mapping[str, Scalar]
@@ -198,7 +209,8 @@ class Tracking:
             step=number,
             digest=found.digest[:12],
             time=_ended(found),
-            metrics=_finite(_grouped("evaluate", found.metrics)),
+            metrics=_finite(_grouped("evaluate", found.metrics))
+            | {"seconds/evaluate": float(found.record["seconds"])},
         )
         self._scribe.inbox.put(point)
 
@@ -231,6 +243,7 @@ class Scribe(threading.Thread):
         self._series = self._ledger.setdefault(self._key, Series())
         self._points: list[Point] = []  # that came in this session
         self._next = 0  # the first of them that may not be logged
+        self._taken: dict[str, float] = {}  # when each place was, by the monotonic clock
         self._open = False
         self._completed = False
         self._saving = threading.Lock()
@@ -260,8 +273,8 @@ class Scribe(threading.Thread):
             elif not self._guarded(self._catch_up):
                 failures += 1
                 skip = min(2**failures, MOST_SKIPPED) - 1
-        if self._guarded(self._catch_up) and self._open:
-            self._guarded(lambda: self._tracker.finish(completed=self._completed))
+        if self._guarded(self._catch_up):
+            self._guarded(lambda: self._finish(completed=self._completed))
 
     def _guarded(self, work: Callable[[], None]) -> bool:
         """Whether `work` succeeded: here end the errors of trackers."""
@@ -271,8 +284,9 @@ class Scribe(threading.Thread):
         except Exception as error:
             self.problem = f"{type(error).__name__}: {str(error)[:300]}".strip(": ")
             self._open = False
-            with suppress(Exception):
-                self._tracker.abandon()
+            if not self._left:  # a library may have one state for all the process
+                with suppress(Exception):
+                    self._tracker.abandon()
             return False
 
     def _catch_up(self) -> None:
@@ -291,9 +305,7 @@ class Scribe(threading.Thread):
 
     def _begin_anew(self, number: int) -> None:
         """A new run of the tracker, for all the points of this session."""
-        if self._open:
-            self._tracker.finish(completed=False)
-        self._open = False
+        self._finish(completed=False)
         self._series = self._ledger[self._key] = Series(number=number)
         newest = {point.place: point for point in self._points}
         self._points = sorted(newest.values(), key=lambda point: point.step)
@@ -310,19 +322,37 @@ class Scribe(threading.Thread):
             self._save()
         self._tracker.log(point, row=len(series.logged))
         series.logged[point.place] = point.digest
-        series.last = point.step
+        self._taken[point.place] = time.monotonic()
         self._save()
 
+    def _finish(self, *, completed: bool) -> None:
+        if self._open:
+            self._tracker.finish(completed=completed)
+            self._open = False
+            self._taken = {}
+            self._save()
+
+    def _unsettled(self) -> set[str]:
+        """The places of the points that might be lost with this process."""
+        settled = time.monotonic() - self._tracker.settles_s
+        return {place for place, taken in self._taken.items() if taken > settled}
+
     def _save(self) -> None:
+        """Write down what would outlive this process."""
+        fresh = self._unsettled()
+        safe = {k: v for k, v in self._series.logged.items() if k not in fresh}
+        ledger = {**self._ledger, self._key: self._series.model_copy(update={"logged": safe})}
         with self._saving:
             if self._left:
                 raise TimeoutError("the run has ended")
-            artifacts.write_durably(self._file, LEDGERS.dump_json(self._ledger).decode())
+            artifacts.write_durably(self._file, LEDGERS.dump_json(ledger).decode())
 
 
 def figures(step: Step) -> dict[str, float]:
-    """The step's figures by the stage that they speak of."""
+    """The step's figures by the stage that they speak of, without its evaluation."""
     n = summary.numbers(step)
+    seconds = summary.seconds(step._replace(evaluate=None))
+    del seconds["evaluate"]
     return {
         "rollout/length": n["length"],
         "rollout/truncated": n["truncated"],
@@ -332,7 +362,7 @@ def figures(step: Step) -> dict[str, float]:
         "score/reward": n["reward"],
         **_grouped("filter", step.rounds[-1].filter.metrics),
         **_grouped("update", step.update.metrics),
-        **_grouped("seconds", summary.seconds(step)),
+        **_grouped("seconds", seconds),
     }
 
 
@@ -351,6 +381,8 @@ def flat_settings(config: RunConfig) -> dict[str, Scalar]:
 
 class TensorBoard:
     """Event files in a directory of the run's name."""
+
+    settles_s = 0.0
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -415,6 +447,8 @@ def _hparams(name: str, settings: Mapping[str, Scalar]) -> object:
 
 class MLflow:
     """A run in a server or a database of MLflow's. A point that it has already stays one point."""
+
+    settles_s = 0.0
 
     def __init__(self, uri: str | None, directory: Path, experiment: str) -> None:
         self._directory = directory
@@ -490,7 +524,12 @@ class MLflow:
 
 
 class Wandb:
-    """A run in Weights & Biases, or its files; what it is given, its own process uploads."""
+    """A run in Weights & Biases, or its files; what it is given, its own process uploads.
+
+    A row that is given twice has the same number both times.
+    """
+
+    settles_s = 30.0  # its process writes files every 15 s
 
     def __init__(self, project: str, mode: str, directory: Path, patience_s: float) -> None:
         self.files: Path | None = None  # of the run, as `wandb sync` takes them
@@ -543,7 +582,10 @@ class Wandb:
 
     def finish(self, *, completed: bool) -> None:
         assert self._run
+        import wandb
+
         self._run.finish(exit_code=0 if completed else 1)
+        wandb.teardown()  # waits for the process that writes the file
 
     def abandon(self) -> None:
         import wandb
