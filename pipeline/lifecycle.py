@@ -61,7 +61,11 @@ def _slot(limit: str | None) -> Iterator[None]:
 
 @contextmanager
 def _reported_when_killed() -> Iterator[None]:
-    """Bequeath to the guardian to tell the server, if there is one that outlives this process."""
+    """Bequeath to the guardian to tell the server, if there is one that outlives this process.
+
+    Of what ends in an ordinary way Prefect tells it; of a termination not always: without its
+    worker, a run stays Running.
+    """
     url, run = get_current_settings().api.url, runtime.flow_run.id
     if not url or not run:
         yield
@@ -69,8 +73,10 @@ def _reported_when_killed() -> Iterator[None]:
     guard.bequeath([sys.executable, "-m", "pipeline.lifecycle", run], {"PREFECT_API_URL": url})
     try:
         yield
-    finally:
+    except Exception:
         guard.bequeath([], {})
+        raise
+    guard.bequeath([], {})
 
 
 def _end_with_the_worker() -> None:
@@ -91,7 +97,7 @@ def report_crash(flow_run: UUID) -> None:
     """Have the server say that the flow run has crashed, if it still takes it for running."""
     with get_client(sync_client=True) as client:
         state = client.read_flow_run(flow_run).state
-        if state is not None and not state.is_final():
+        if state is not None and state.is_running():  # not Cancelling, not Paused, not ended
             crashed: State = Crashed(
                 message="The flow's process was killed; a retry goes on from disk."
             )

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from small_run import SMALL
@@ -22,7 +23,7 @@ SECRETS = {name: f"sentinel{index}" * 5 for index, name in enumerate(NAMES)}
 class Locked(BaseHTTPRequestHandler):
     """A server that takes no key, and notes those that it is shown."""
 
-    shown: list[str | None] = []
+    shown: ClassVar[list[str | None]] = []
 
     def do_GET(self) -> None:
         self.shown.append(self.headers["Authorization"])
