@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import cast
+from typing import Literal, cast
 
 from prefect import get_client, serve as serve_flows
 from prefect.client.orchestration import SyncPrefectClient
@@ -23,27 +23,34 @@ from prefect.events.schemas.events import ResourceSpecification
 from prefect.deployments.runner import RunnerDeployment
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import get_current_settings
-from prefect.workers.process import ProcessWorker
 
-from pipeline import flows
+from pipeline import flows, pools
 from pipeline.config import CHECKOUT
+from pipeline.pools import HEARTBEAT_S
 from pipeline.requests import LIMIT
 from stages.errors import InputError
 
 FILE = CHECKOUT / "prefect.yaml"
 POOL = "dapo"
-HEARTBEAT_S, SILENT_S = 30, 90  # a run that was silent for three heartbeats has crashed
+PoolType = Literal["process", "kubernetes"]
+SILENT_S = 3 * HEARTBEAT_S  # then a run has crashed
 ZOMBIES = "dapo: a run without heartbeats has crashed"
 ENDINGS = ("Completed", "Failed", "Cancelled", "Crashed", "Suspended", "Paused", "AwaitingRetry")
 
 
 def deploy(
-    *, file: Path = FILE, home: Path = CHECKOUT, slots: int = 1, say: Callable[[str], None]
+    *,
+    file: Path = FILE,
+    home: Path = CHECKOUT,
+    kind: PoolType = "process",
+    slots: int = 1,
+    say: Callable[[str], None],
 ) -> None:
     """Make the pool, the limit, the automation, and the deployments that `file` describes.
 
     Args:
         home: the directory that workers start in, on their machines.
+        kind: of work pool.
         slots: runs that may hold the limit at once: the GPUs, or groups of them, there are.
 
     Raises `InputError` if there is no server to reach, or no such file.
@@ -59,11 +66,11 @@ def deploy(
     with get_client(sync_client=True) as client:
         if problem := client.api_healthcheck():
             raise InputError(f"the Prefect server at {url} does not answer: {problem}")
-        say(_pool(client))
+        say(_pool(client, kind))
         say(_limit(client, slots))
         say(_automation(client))
     _deployments(file, home, say)
-    say(f"a worker takes the runs: prefect worker start --pool {POOL}")
+    say(f"a worker takes the runs: prefect worker start --pool {POOL} --type {kind}")
 
 
 def serve() -> None:
@@ -74,19 +81,19 @@ def serve() -> None:
     serve_flows(*cast(list[RunnerDeployment], made))
 
 
-def _pool(client: SyncPrefectClient) -> str:
-    """A process pool whose runs report that they are alive."""
+def _pool(client: SyncPrefectClient, kind: PoolType) -> str:
     try:
-        template, made = client.read_work_pool(POOL).base_job_template, "is there"
+        pool, made = client.read_work_pool(POOL), "is there"
     except ObjectNotFound:
-        client.create_work_pool(WorkPoolCreate(name=POOL, type="process"))
-        template, made = {}, "made"
-    template = template or ProcessWorker.get_default_base_job_template()
-    template["variables"]["properties"]["env"]["default"] = {
-        "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_S)
-    }
+        pool, made = client.create_work_pool(WorkPoolCreate(name=POOL, type=kind)), "made"
+    if pool.type != kind:
+        raise InputError(
+            f"the work pool {POOL} is of type {pool.type}, not {kind}; "
+            f"`prefect work-pool delete {POOL}` first, if nobody needs it"
+        )
+    template = pools.TEMPLATES[kind](pool.base_job_template)
     client.update_work_pool(POOL, WorkPoolUpdate(base_job_template=template))
-    return f"work pool {POOL} (process): {made}"
+    return f"work pool {POOL} ({kind}): {made}"
 
 
 def _limit(client: SyncPrefectClient, slots: int) -> str:

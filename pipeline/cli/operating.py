@@ -1,7 +1,7 @@
 """Commands that schedule: deploy, serve."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -15,6 +15,9 @@ def deploy(
     home: Annotated[
         Path | None, typer.Option(help="Where workers start, on their machines. Default: here.")
     ] = None,
+    kind: Annotated[
+        Literal["process", "kubernetes"], typer.Option("--type", help="Of the work pool.")
+    ] = "process",
     slots: Annotated[int, typer.Option(min=1, help="Runs that may use GPUs at once.")] = 1,
 ) -> None:
     """Set up a Prefect server for scheduled runs; again at any time, to bring it up to date.
@@ -27,7 +30,11 @@ def deploy(
     from pipeline import deploy as deploying
 
     deploying.deploy(
-        file=file or deploying.FILE, home=home or deploying.CHECKOUT, slots=slots, say=say
+        file=file or deploying.FILE,
+        home=home or deploying.CHECKOUT,
+        kind=kind,
+        slots=slots,
+        say=say,
     )
 
 
