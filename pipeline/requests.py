@@ -20,6 +20,12 @@ class Request(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    run: str | None = Field(
+        None,
+        title="Run",
+        pattern=NAME,
+        description="Name of the run; what it has on disk is served. Default: the overrides'.",
+    )
     overrides: list[str] = Field(
         [],
         title="Overrides",
@@ -35,12 +41,6 @@ class Request(BaseModel):
 class Train(Request):
     """Train a run, or go on where it stopped."""
 
-    run: str | None = Field(
-        None,
-        title="Run",
-        pattern=NAME,
-        description="Name of the run; what it has on disk is served. Default: the overrides'.",
-    )
     stop: int | None = Field(
         None, title="Stop", ge=0, description="Train up to this step. Default: schedule.steps."
     )
@@ -80,15 +80,11 @@ class Train(Request):
 class Prepare(Request):
     """Check prompts and held-out prompts and publish them as a run's."""
 
-    run: str | None = Field(
-        None, title="Run", pattern=NAME, description="Name of the run. Default: the overrides'."
-    )
-
 
 class Evaluate(Request):
     """Measure a policy of a run on its held-out prompts."""
 
-    run: str = Field(title="Run", description="Name of the run.")
+    run: str = Field(title="Run", pattern=NAME, description="Name of the run.")
     step: int | None = Field(
         None, title="Step", ge=0, description="Whose policy. Default: the newest."
     )
@@ -97,7 +93,7 @@ class Evaluate(Request):
 class RerunStage(Request):
     """Rebuild one artifact of a run on the inputs that it was made from, with other settings."""
 
-    run: str = Field(title="Run", description="Name of the run.")
+    run: str = Field(title="Run", pattern=NAME, description="Name of the run.")
     step: int = Field(title="Step", ge=0, description="0 for what came before the first step.")
     stage: Stage = Field(title="Stage")
     round: int | None = Field(None, title="Round", ge=0, description="Default: the step's last.")
