@@ -377,6 +377,7 @@ def opened(text: str, *, force: bool = False) -> Iterator[tuple[RunConfig, Runne
         if saved.exists() and not force:
             _check_same_settings(parse(saved.read_text()), config)
         artifacts.write_durably(saved, text)
+        artifacts.keep_environment(config.directory)
         with Runner(config.machine, logs=config.directory / "logs", force=force) as runner:
             yield config, runner
 

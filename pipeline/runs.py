@@ -25,8 +25,13 @@ def find(run: str) -> Path:
 
 def overview() -> list[dict[str, Any]]:
     """Every run below the data root, the newest last."""
+    return [_run_row(run) for run in directories()]
+
+
+def directories() -> list[Path]:
+    """Of every run below the data root, the newest last."""
     found = sorted((load().data / "runs").glob(f"*/{CONFIG}"), key=lambda p: p.stat().st_mtime)
-    return [_run_row(path.parent) for path in found]
+    return [path.parent for path in found]
 
 
 def _run_row(run: Path) -> dict[str, Any]:
@@ -112,12 +117,12 @@ def stale_inputs(artifact: Artifact) -> list[str]:
     """The inputs that no longer have the content that this artifact was made from."""
     return [
         f"{name} {path}"
-        for name, path, digest in _inputs(artifact)
+        for name, path, digest in inputs(artifact)
         if (path / RECORD).exists() and artifacts.load(path).digest != digest
     ]
 
 
-def _inputs(artifact: Artifact) -> Iterator[tuple[str, Path, str]]:
+def inputs(artifact: Artifact) -> Iterator[tuple[str, Path, str]]:
     """Name, path and digest of every input."""
     for name, source in artifact.sources.items():
         known = artifact.recipe.inputs[name]
@@ -133,7 +138,7 @@ def stale_below(run: Path, changed: Artifact) -> list[Path]:
     if not any(stale_inputs(artifact) for artifact in artifacts_below(run)):
         return []  # other settings, same content
     for artifact in artifacts_below(run):
-        if affected.intersection(path for _, path, _ in _inputs(artifact)):
+        if affected.intersection(path for _, path, _ in inputs(artifact)):
             affected.add(artifact.path)
     return sorted(affected - {changed.path})
 

@@ -70,6 +70,7 @@ def rerun(
         return
     with artifacts.locked(directory), watched():
         again = Rerun.of(directory, step=step, stage=stage, round=round, overrides=overrides or [])
+        artifacts.keep_environment(directory)
         made = again.build(out=to, replace=replace)
         describe(made)
         if replace and (stale := runs.stale_below(directory, made)):
