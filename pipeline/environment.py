@@ -127,8 +127,8 @@ def _git(checkout: Path) -> dict[str, Any] | None:
     """
     if not (checkout / ".git").exists() or not shutil.which("git"):
         return None
-    commit = _output(checkout, "rev-parse", "HEAD").decode().strip()
-    if not commit:  # a repository of somebody else's is none of ours
+    commit = _output(checkout, "rev-parse", "--verify", "--quiet", "HEAD").decode().strip()
+    if not commit:  # none yet; or it is somebody else's repository, and none of ours
         return None
     diff = _output(checkout, "diff", "--no-ext-diff", "HEAD")
     others = _output(checkout, "ls-files", "--others", "--exclude-standard", "*.py", "*.yaml")

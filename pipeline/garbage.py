@@ -3,6 +3,7 @@
 Nothing goes that a record needs. A file that is not known is named and left alone.
 """
 
+import os
 import re
 import shutil
 import time
@@ -66,6 +67,7 @@ def find(
 
     Raises `InputError` if a record or the run's configuration cannot be read.
     """
+    run = Path(os.path.abspath(run))
     schedule = parse((run / CONFIG).read_text()).schedule
     asked = {"keep_policies": keep_policies, "keep_optimizers": keep_optimizers}
     schedule = schedule.model_copy(update={k: v for k, v in asked.items() if v is not None})
@@ -112,7 +114,7 @@ def _is_there(garbage: Garbage) -> bool:
 
 @dataclass
 class Inventory:
-    """What lies in a run's directory, by kind. Links are not followed: where they lead is not ours."""
+    """What lies in a run's directory, by kind; links are unknown, what they name is not ours."""
 
     run: Path
     artifacts: dict[Path, Artifact] = field(default_factory=dict)
@@ -221,10 +223,10 @@ def _retention(
         if number in trained_on or elsewhere:
             continue
         milestone = schedule.keep_every is not None and number % schedule.keep_every == 0
-        if _old(number, newest, schedule.keep_policies) and not milestone:
-            if number not in sampled_by:
-                yield from _retired(update, f"not of the newest {schedule.keep_policies} policies")
-                continue
+        runs_still = milestone or number in sampled_by
+        if _old(number, newest, schedule.keep_policies) and not runs_still:
+            yield from _retired(update, f"not of the newest {schedule.keep_policies} policies")
+            continue
         if _old(number, newest, schedule.keep_optimizers):
             why = f"not of the newest {schedule.keep_optimizers} optimizer states"
             yield from _retired(update, why, keep_weights=True)
@@ -283,8 +285,8 @@ def _finished(inventory: Inventory, number: int) -> bool:
 def _users(inventory: Inventory) -> dict[Path, list[Path]]:
     """Who was made from what, in this run and in those beside it."""
     users: dict[Path, list[Path]] = defaultdict(list)
-    beside = [run for run in runs.directories() if run != inventory.run]
-    others = [artifact for run in beside for artifact in runs.artifacts_below(run)]
+    beside = [path.parent for path in inventory.run.parent.glob(f"*/{CONFIG}")]
+    others = [a for run in beside if run != inventory.run for a in runs.artifacts_below(run)]
     for artifact in (*inventory.artifacts.values(), *others):
         for _, source, _ in runs.inputs(artifact):
             users[source].append(artifact.path)

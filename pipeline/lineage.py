@@ -207,12 +207,13 @@ class Lineage:
         last = decided[-1]
         if last["batch"]:
             return f"in a batch that no update has used yet, advantage {last['advantage']:+.4g}"
-        why = f": {last['reason']}" if last["reason"] else ""
+        why = f": {last['reason']}" if "reason" in last else ""
         return f"in no batch: its group was {last['decision']}{why}"
 
     def document(self) -> dict[str, Any]:
         """All of it as plain values, with the settings and the environment of the start."""
-        record = self.start.artifact.record if self.start.artifact else {}
+        assert self.start.artifact
+        record = self.start.artifact.record
         said = {"response_id": self.response, "outcome": self.outcome} if self.response else {}
         return {
             **said,
@@ -281,8 +282,8 @@ def _rollout_of(response_id: str, run: Path | None) -> Path:
     if len(found) > 1:
         names = ", ".join(each.name for each in found)
         raise InputError(f"there is a response {response_id} in {names}: say which with --run")
-    ((holding, *_),) = found.values()
-    return holding
+    ((original, *_),) = found.values()
+    return original
 
 
 def _holding(response_id: str, run: Path) -> list[Path]:
@@ -292,12 +293,11 @@ def _holding(response_id: str, run: Path) -> list[Path]:
     )
     if not shards:
         return []
-    rows = pl.concat(
-        tables.scan(shard, "rollouts").select("response_id", shard=pl.lit(index))
-        for index, shard in enumerate(shards)
-    ).filter(response_id=response_id)
-    found = tables.collect(rows, f"rollouts of {run}")["shard"].to_list()
-    return [Path(os.path.abspath(shards[index].parents[1])) for index in sorted(found)]
+    # one scan, not one for each: there may be thousands
+    rows = pl.scan_parquet(shards, include_file_paths="shard", extra_columns="ignore")
+    held = rows.filter(response_id=response_id).select("shard")
+    found = set(tables.collect(held, f"rollouts of {run}")["shard"])
+    return [Path(os.path.abspath(each.parents[1])) for each in shards if str(each) in found]
 
 
 @dataclass(frozen=True)
@@ -354,8 +354,7 @@ class Response:
             return {}
         row = _row(path, "batch", response_id=self.response_id)
         said = {"advantage": row["advantage"]} if row else {}
-        decided = {name: group[name] for name in ("decision", "reason", "acc_mean", "age")}
-        return decided | {"batch": bool(row)} | said
+        return _some(group, "decision", "reason", "acc_mean", "age") | {"batch": bool(row)} | said
 
 
 def _row(path: Path, table: str, **key: str) -> dict[str, Any]:
@@ -396,7 +395,7 @@ class _Tracer:
             run=self.run,
             made_from=self._made_from(start),
             made_of_it=self._made_of(start),
-            response=self.response and self.response.response_id,
+            response=self.response.response_id if self.response else None,
         )
 
     def _node(self, path: Path) -> Node:
@@ -447,7 +446,8 @@ class _Tracer:
         while waiting:
             parent = waiting.popleft()
             policy = parent.node.artifact is not None and parent.node.artifact.stage in POLICIES
-            for alike in self._uses(parent.node, seen):
+            for group in self._uses(parent.node):
+                alike = [link for link in group if link.product not in seen]
                 seen.update(link.product for link in alike)
                 branches = self._branches(alike, back=False)
                 parent.branches += branches
@@ -468,16 +468,14 @@ class _Tracer:
             if isinstance(branch, Branch):
                 yield by_product[branch.node.path], branch
 
-    def _uses(self, node: Node, seen: set[Path]) -> list[list[Link]]:
-        """The uses that are not shown yet, alike ones together; of a response, only its own."""
-        alike: dict[tuple[str, str], list[Link]] = defaultdict(list)
+    def _uses(self, node: Node) -> list[list[Link]]:
+        """What was made from it, alike ones together; of a response, only what it passed into."""
+        alike: dict[tuple[str, str], dict[Path, Link]] = defaultdict(dict)
         for link in self.records.uses(node.path):
             stage = self._stage(link.product)
-            if link.product in seen or not self._carries(link) or not self._concerns(link, stage):
-                continue
-            if not any(link.product == each.product for each in alike[link.role, stage]):
-                alike[link.role, stage].append(link)
-        return [links for links in alike.values() if links]
+            if self._carries(link) and self._concerns(link, stage):
+                alike[link.role, stage].setdefault(link.product, link)
+        return [list(links.values()) for links in alike.values()]
 
     def _concerns(self, link: Link, stage: str) -> bool:
         """Whether the response, if one is looked at, passed from source to product."""

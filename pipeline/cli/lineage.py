@@ -82,7 +82,7 @@ def _line(branch: "Branch") -> str:
     role = f"[cyan]{branch.role}[/]  "
     mark = f"  [red]{branch.mark}[/]" if branch.mark else ""
     if branch.repeated:
-        return f"{role}{escape(branch.node.place)}{mark}  [dim]see above[/]"
+        return f"{role}{escape(branch.node.place)}{mark}  [dim]as shown[/]"
     return role + _title(branch.node) + mark
 
 
