@@ -412,8 +412,10 @@ def opened(
         if saved.exists() and not force:
             _check_same_settings(parse(saved.read_text()), config)
         artifacts.write_durably(saved, text)
+        lock = artifacts.keep_environment(config.directory)
         if mirror:
-            mirror.push_text(CONFIG)
+            for name in filter(None, (CONFIG, lock)):
+                mirror.push_text(name)
         with Runner(
             config.machine, logged=True, force=force, workers=workers, mirror=mirror
         ) as runner:

@@ -35,8 +35,17 @@ def overview() -> list[dict[str, Any]]:
         mirrors = {url: mirror.looked_at(url) for url in mirror.stored_runs(data)}
         there = {url: path for url, path in mirrors.items() if (path / CONFIG).is_file()}
         return [_run_row(path) | {"directory": url} for url, path in there.items()]
+    return [_run_row(run) for run in directories()]
+
+
+def directories(wanted: mirror.Wanted = mirror.nothing) -> list[Path]:
+    """Of every run below the data root, the newest last; of a store their mirrors, by name."""
+    data = load().data
+    if isinstance(data, str):
+        mirrors = [mirror.looked_at(url, wanted) for url in mirror.stored_runs(data)]
+        return [path for path in mirrors if (path / CONFIG).is_file()]
     found = sorted((data / mirror.RUNS).glob(f"*/{CONFIG}"), key=lambda p: p.stat().st_mtime)
-    return [_run_row(path.parent) for path in found]
+    return [path.parent for path in found]
 
 
 def _run_row(run: Path) -> dict[str, Any]:
@@ -122,12 +131,12 @@ def stale_inputs(artifact: Artifact) -> list[str]:
     """The inputs that no longer have the content that this artifact was made from."""
     return [
         f"{name} {path}"
-        for name, path, digest in _inputs(artifact)
+        for name, path, digest in inputs(artifact)
         if (path / RECORD).exists() and artifacts.load(path).digest != digest
     ]
 
 
-def _inputs(artifact: Artifact) -> Iterator[tuple[str, Path, str]]:
+def inputs(artifact: Artifact) -> Iterator[tuple[str, Path, str]]:
     """Name, path and digest of every input."""
     for name, source in artifact.sources.items():
         known = artifact.recipe.inputs[name]
@@ -143,7 +152,7 @@ def stale_below(run: Path, changed: Artifact) -> list[Path]:
     if not any(stale_inputs(artifact) for artifact in artifacts_below(run)):
         return []  # other settings, same content
     for artifact in artifacts_below(run):
-        if affected.intersection(path for _, path, _ in _inputs(artifact)):
+        if affected.intersection(path for _, path, _ in inputs(artifact)):
             affected.add(artifact.path)
     return sorted(affected - {changed.path})
 

@@ -2,12 +2,13 @@
 
 import signal
 import sys
+from collections.abc import Callable, Iterable
 
 import typer
 from rich.markup import escape
 
 from pipeline import runner
-from pipeline.cli import looking, operating, stages, training
+from pipeline.cli import garbage, lineage, looking, operating, stages, training
 from pipeline.cli.console import err
 from pipeline.worker import StageTimeout, WorkerDied
 from stages.errors import EngineMismatch, InputError, NonFinite, Shortage, StorageError
@@ -21,10 +22,17 @@ app = typer.Typer(
     help="Train a language model with DAPO, stage by stage, and see everything that happened.",
     epilog="Start with: dapo train experiment=demo",
 )
-PANELS = {
+PANELS: dict[str, Iterable[Callable[..., None]]] = {
     "Make": (training.train, training.rerun, training.config),
-    "Operate": (operating.deploy, operating.serve),
-    "Look": (looking.ls, looking.show, looking.verify, looking.compare, looking.simulate),
+    "Operate": (operating.deploy, operating.serve, garbage.gc),
+    "Look": (
+        looking.ls,
+        looking.show,
+        lineage.lineage,
+        looking.verify,
+        looking.compare,
+        looking.simulate,
+    ),
     "Stages, each on saved data and without Prefect": map(stages.command, runner.STAGES),
 }
 for _panel, _commands in PANELS.items():

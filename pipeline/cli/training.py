@@ -66,7 +66,7 @@ def rerun(
 
     Example: dapo rerun --run demo --step 3 --stage score score.overlong_factor=0.5
     """
-    from pipeline import mirror, runs
+    from pipeline import artifacts, mirror, runs
     from pipeline.rerun import Rerun
 
     directory = runs.find(run)
@@ -76,6 +76,7 @@ def rerun(
         return
     with mirror.owned(directory) as stored, watched():
         again = Rerun.of(directory, step=step, stage=stage, round=round, overrides=overrides or [])
+        artifacts.keep_environment(directory)
         made = again.build(out=local(to) if to else None, replace=replace, mirror=stored)
         describe(made)
         if replace and (stale := runs.stale_below(directory, made)):
