@@ -8,7 +8,7 @@ from pathlib import Path
 from prefect import flow, get_run_logger, pause_flow_run, runtime, suspend_flow_run
 from prefect.artifacts import create_markdown_artifact, create_table_artifact
 
-from pipeline import guard, lifecycle, loop, mirror, runs, summary, trackers
+from pipeline import guard, lifecycle, lineage, loop, mirror, runs, summary, trackers
 from pipeline.config import parse
 from pipeline.loop import Step
 from pipeline.requests import Evaluate, Prepare, RerunStage, Train
@@ -31,6 +31,8 @@ def train(request: Train = Train()) -> str:  # noqa: B008  frozen
         def stepped(step: Step) -> None:
             _publish(config.run, step, runner.mirror)
             last = step.number == config.schedule.steps
+            if last:
+                _publish_lineage(config.run, step)
             if request.approve_every and step.number % request.approve_every == 0 and not last:
                 _await_approval(step)
 
@@ -129,13 +131,28 @@ def _publish(run: str, step: Step, stored: mirror.Mirror | None) -> None:
     if stored:
         first = step.rounds[0]
         stored.bring([first.rollout.path, first.score.path], mirror.tables)
-    key = "".join(c if c.isalnum() else "-" for c in run.lower())
+    key = _key(run)
     create_markdown_artifact(
         summary.markdown(step), key=f"{key}-step", description=f"{run}, step {step.number}"
     )
     create_table_artifact(
         summary.samples(step), key=f"{key}-samples", description=f"{run}, step {step.number}"
     )
+
+
+def _publish_lineage(run: str, step: Step) -> None:
+    """What the last policy was made from, as a graph."""
+    graph = lineage.mermaid(lineage.trace(step.update.path))
+    create_markdown_artifact(
+        f"# Lineage of step {step.number}\n\n```mermaid\n{graph}```\n",
+        key=f"{_key(run)}-lineage",
+        description=f"{run}, step {step.number}",
+    )
+
+
+def _key(run: str) -> str:
+    """The run's name as Prefect wants keys."""
+    return "".join(c if c.isalnum() else "-" for c in run.lower())
 
 
 def _say(text: str) -> None:

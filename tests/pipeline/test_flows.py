@@ -60,8 +60,10 @@ def test_every_stage_is_a_task_with_its_inputs_as_edges_and_a_page_per_step(
     ]
     assert sorted(parents) == ["prompts", "step-1 / update", "step-2 / round-0 / select"]
     pages = server.post("/artifacts/latest/filter")
-    assert {page["key"] for page in pages} >= {"small-step", "small-samples"}
+    assert {page["key"] for page in pages} >= {"small-step", "small-samples", "small-lineage"}
     (page,) = (page for page in pages if page["key"] == "small-step")
+    (graph,) = (page for page in pages if page["key"] == "small-lineage")
+    assert "```mermaid\nflowchart" in graph["data"] and "step_0001/update" in graph["data"]
     assert page["data"].startswith("# Step 2") and "clipped low / high" in page["data"]
 
 
