@@ -185,8 +185,9 @@ ONCE = ["schedule.steps=1", "rollout.n=3", f"machine.max_num_seqs={ALONE}"]
 def train_under_prefect(data: Path, overrides: list[str]) -> subprocess.CompletedProcess[str]:
     """A run in a process of its own: Prefect and Ray change theirs for good."""
     told = [*small_run.SMALL, *ONCE, *overrides, f"data={data}"]
+    code = f"from pipeline import flows, requests; flows.train(requests.Train(overrides={told}))"
     return subprocess.run(
-        [sys.executable, "-c", f"from pipeline import flows; flows.train({told!r})"],
+        [sys.executable, "-c", code],
         env=os.environ | {"PREFECT_HOME": str(data / "prefect")},
         capture_output=True,
         text=True,
