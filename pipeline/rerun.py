@@ -1,7 +1,6 @@
 """Rebuild one artifact of a run on the very inputs that it was made from."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, count
 from pathlib import Path
@@ -10,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Self, cast
 from pipeline import artifacts
 from pipeline.artifacts import Artifact
 from pipeline.config import RunConfig, parse
-from pipeline.loop import CONFIG, Execute, Inputs, newest_step, step_name
+from pipeline.loop import CONFIG, Execute, Inputs, newest_step, paths, step_name
 from pipeline.mirror import Mirror, bring
-from pipeline.runner import Outdated, Runner
+from pipeline.runner import Runner, accepts, recipe_for
 from stages import update
 from stages.errors import InputError
 from stages.settings import Settings
@@ -118,15 +117,16 @@ def evaluated(
     place = run / step_name(number)
     first = config.model.path if config.warmstart is None else place / "warmstart"
     policy = artifacts.load(place / "update").path if number else first
+    inputs: Inputs = {"prompts": run / "heldout", "policy": policy}
+    recipe = recipe_for("evaluate", asked.evaluate, paths(inputs))
+    out = next(
+        out
+        for out in chain([place / "evaluate"], _variants(place / "evaluate"))
+        if not out.exists() or accepts(artifacts.load(out), recipe)
+    )
     with Runner(asked.machine, logged=True, mirror=mirror) as runner:
-        inputs: Inputs = {"prompts": run / "heldout", "policy": policy}
-        for out in chain([place / "evaluate"], _variants(place / "evaluate")):
-            with suppress(Outdated):
-                label = f"step-{number} / {out.name}"
-                return execute(runner)(
-                    label, "evaluate", out=out, config=asked.evaluate, inputs=inputs
-                )
-    raise AssertionError("there is always another variant")
+        label = f"step-{number} / {out.name}"
+        return execute(runner)(label, "evaluate", out=out, config=asked.evaluate, inputs=inputs)
 
 
 def dry_update(

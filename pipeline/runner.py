@@ -128,7 +128,7 @@ class Runner:
         """
         if out.exists():
             found = artifacts.load_unchanged(out)
-            recipe = _recipe(stage, config, inputs)
+            recipe = recipe_for(stage, config, inputs)
             if accepts(found, recipe):
                 return found, True
             if not self.force:
@@ -151,7 +151,7 @@ class Runner:
         pinned: bool = False,
     ) -> Artifact:
         """Run the stage and publish what it made at `out`, in place of what stands there or not."""
-        recipe = _recipe(stage, config, inputs)
+        recipe = recipe_for(stage, config, inputs)
         if self.mirror:
             moments = stage == "update"  # only training goes on from them
             self.mirror.bring(
@@ -335,7 +335,8 @@ def accepts(found: Artifact, recipe: Recipe) -> bool:
     return found.recipe == recipe
 
 
-def _recipe(stage: str, config: Settings, inputs: Mapping[str, Input]) -> Recipe:
+def recipe_for(stage: str, config: Settings, inputs: Mapping[str, Input]) -> Recipe:
+    """What decides the artifact that the stage would make."""
     return Recipe(
         stage=stage,
         config=config.model_dump(mode="json"),

@@ -15,6 +15,7 @@ import pytest
 from prefect_server import Server
 from small_run import SMALL
 
+from pipeline import artifacts
 from pipeline.requests import Train
 from stages.errors import InputError
 
@@ -42,12 +43,13 @@ def deployed(server: Server) -> list[str]:
 
 
 @pytest.fixture
-def worker(server: Server, deployed: list[str], tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """A worker that asks for runs each second."""
-    with (tmp_path / "worker.log").open("w") as log:
+def worker(server: Server, deployed: list[str], data: Path) -> Iterator[subprocess.Popen[str]]:
+    """A worker that asks for runs each second, and whose data root is `data`."""
+    settings = {"PREFECT_WORKER_QUERY_SECONDS": "1", "DAPO_DATA": str(data)}
+    with (data / "worker.log").open("w") as log:
         process = subprocess.Popen(
             [*(sys.executable, "-m", "prefect", "worker", "start"), "--pool", "dapo"],
-            env={**server.environment, "PREFECT_WORKER_QUERY_SECONDS": "1"},
+            env={**server.environment, **settings},
             stdout=log,
             stderr=log,
             text=True,
@@ -72,7 +74,7 @@ class Submitted:
     def __init__(self, server: Server, data: Path, deployment: str, **request: Any) -> None:
         self.server, self.data = server, data
         found = server.get(f"/deployments/name/{deployment}")
-        overrides = [*SMALL[1:], f"data={data}"] if "stage" not in request else []
+        overrides = [*SMALL[1:], f"data={data}"]
         wanted = {"run": "small", "overrides": overrides, **request}
         self.id = server.post(
             f"/deployments/{found['id']}/create_flow_run",
@@ -205,6 +207,19 @@ def test_a_run_waits_for_approval_without_a_process_and_goes_on(
     until(lambda: not run.processes())
     server.post(f"/flow_runs/{run.id}/resume")
     run.ends("Completed")
+
+
+def test_the_newest_policy_is_measured_anew_beside_what_the_run_has_measured(
+    server: Server, worker: object, data: Path
+) -> None:
+    for _ in range(2):
+        run = Submitted(server, data, "evaluate/evaluate-weekly", overrides=["evaluate.n=3"])
+        run.ends("Completed")
+        tasks = server.post("/task_runs/filter", flow_runs={"id": {"any_": [run.id]}})
+        assert {task["state"]["type"] for task in tasks} <= {"COMPLETED"}
+    made = artifacts.load(data / "runs/small/step_0002/evaluate.variant-1")
+    assert made.recipe.config["n"] == 3
+    assert not (data / "runs/small/step_0002/evaluate.variant-2").exists()
 
 
 def test_an_unknown_limit_fails_the_run_and_says_what_makes_it(

@@ -78,7 +78,7 @@ def test_no_secret_of_the_environment_is_in_anything_that_runs_leave_behind(
     refused = dapo(
         root,
         *(f"data={data}", "run=elsewhere", "track=mlflow", "evaluate=endpoint"),
-        *("~warmstart", f"model.path={data / 'runs/small/step_0000/warmstart'}"),
+        *("--direct", "~warmstart", f"model.path={data / 'runs/small/step_0000/warmstart'}"),
         f"machine.endpoint={locked}",
     )
     assert refused.returncode == 2 and KEY in refused.stderr.decode(), refused.stderr
