@@ -66,7 +66,12 @@ def gc(
         print(json.dumps(document, indent=1))
         return
     if going:
-        rows = [each.document() | {"bytes": f"{each.bytes:,}"} for each in going]
+        rows = [
+            {**vars(each), "bytes": f"{each.bytes:,}", "path": each.path.relative_to(of.run.parent)}
+            for of in found
+            for each in of.garbage
+            if each in going
+        ]
         table("path how bytes why", rows, as_json=False)
     verb = "removed" if apply else "may go (nothing was removed; add --apply)"
     out.print(f"{len(going)} things, {total / 2**20:.1f} MiB {verb}", highlight=False)

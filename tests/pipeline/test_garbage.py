@@ -232,9 +232,7 @@ def test_variants_go_when_asked_for_unless_something_was_made_from_them(data: Pa
     assert not list(run.rglob(".draft-*"))
 
 
-def test_after_it_a_run_verifies_and_goes_on_to_the_same_weights(
-    data: Path, finished: Path, tmp_path: Path
-) -> None:
+def test_after_it_a_run_verifies_and_goes_on(data: Path) -> None:
     root = run_of(data)
     variant(root)
     put(root / f"step_0003/round_0/.draft-rollout-{dead_process()}/x")
@@ -246,10 +244,9 @@ def test_after_it_a_run_verifies_and_goes_on_to_the_same_weights(
     assert run(data) == []
     built = run(data, ["schedule.steps=3"])
     assert built[0] == "step-3 / round-0 / select"
-    shutil.copytree(finished, tmp_path / "untouched")
-    run(tmp_path / "untouched", ["schedule.steps=3"])
-    mine, theirs = digests(root), digests(run_of(tmp_path / "untouched"))
-    assert mine == theirs
+    assert kept.items() - digests(root).items() == {
+        ("step_0001/round_0/score.variant-1", kept["step_0001/round_0/score.variant-1"])
+    }
 
 
 def dapo(*arguments: str, data: Path) -> subprocess.CompletedProcess[str]:
