@@ -123,17 +123,11 @@ def guarded(pid: int) -> list[psutil.Process]:
     return [child for child in children if "pipeline.guard" not in child.cmdline()]
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """An environment without a server: each run starts its own."""
-    return home(tmp_path_factory.mktemp("alone"))
-
-
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGTERM])
 def test_nothing_outlives_a_run_that_is_killed_not_even_prefects_own_server(
-    tmp_path: Path, alone: dict[str, str], blow: signal.Signals
+    tmp_path: Path, blow: signal.Signals
 ) -> None:
-    run = train(tmp_path / "data", alone)
+    run = train(tmp_path / "data", home(tmp_path / "home"))
     deadline = time.monotonic() + 120
     while not list((tmp_path / "data/runs/small").glob("step_0000/.draft-*")):
         assert run.poll() is None and time.monotonic() < deadline
