@@ -31,6 +31,8 @@ def install() -> None:
             _guardian = subprocess.Popen(
                 [sys.executable, "-m", "pipeline.guard", mark],
                 stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,  # who waits for our output's end is not to wait for it
+                stderr=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C is for the guarded, not for the guardian
             )
             os.environ[MARK] = mark

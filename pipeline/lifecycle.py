@@ -7,21 +7,19 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from uuid import UUID
 
-from prefect import get_client, runtime
-from prefect.concurrency.sync import concurrency
-from prefect.exceptions import ObjectNotFound
+from prefect import get_client, get_run_logger, runtime
 from prefect.settings import get_current_settings
 from prefect.states import Crashed, State
 
-from pipeline import guard
-from stages.errors import InputError
+from pipeline import guard, slots
+from pipeline.slots import Slot
 
-LEASE_S = 60.0  # after which a killed process' slot is free; the least that Prefect allows
 POLL_S = 1.0
+WORKER_S = 10.0  # in which a living worker reports what became of its process
 STARTED_BY_A_WORKER = "PREFECT__FLOW_RUN_ID"
 
 
@@ -29,50 +27,41 @@ STARTED_BY_A_WORKER = "PREFECT__FLOW_RUN_ID"
 def supervised(limit: str | None) -> Iterator[None]:
     """Hold a slot of the concurrency limit `limit`, and leave nothing behind that says Running.
 
-    A flow run whose process is killed is reported as crashed by the process that guards it; one
-    whose worker is killed ends, for nobody could cancel it any more.
+    A flow run whose process is killed is reported as crashed by the process that guards it, and
+    its slot is free; one whose worker is killed ends, for nobody could cancel it any more.
 
     Raises `InputError` if there is no such limit.
     """
     _end_with_the_worker()
-    with _reported_when_killed(), _slot(limit):
-        yield
+    with _reported_when_killed() as reported:
+        if limit is None:
+            yield
+            return
+        slot = Slot(limit, UUID(runtime.flow_run.id), reported)
+        with slot.held(get_run_logger().info):
+            yield
 
 
 @contextmanager
-def _slot(limit: str | None) -> Iterator[None]:
-    if limit is None:
-        yield
-        return
-    with get_client(sync_client=True) as client:
-        try:
-            client.read_global_concurrency_limit_by_name(limit)
-        except ObjectNotFound as error:
-            raise InputError(
-                f"there is no concurrency limit '{limit}'; `dapo deploy` makes it, or "
-                "leave limit empty"
-            ) from error
-    # a server that restarts in the middle is no reason to end a run
-    with concurrency(
-        limit, strict=True, lease_duration=LEASE_S, raise_on_lease_renewal_failure=False
-    ):
-        yield
-
-
-@contextmanager
-def _reported_when_killed() -> Iterator[None]:
+def _reported_when_killed() -> Iterator[Callable[[UUID], None]]:
     """Bequeath to the guardian to tell the server, if there is one that outlives this process.
 
-    Of what ends in an ordinary way Prefect tells it; of a termination not always: without its
-    worker, a run stays Running.
+    Yields what to tell of a slot's lease, which is given back then. Of what ends in an ordinary
+    way Prefect tells the server; of a termination not always: without its worker, a run stays
+    Running.
     """
     url, run = get_current_settings().api.url, runtime.flow_run.id
     if not url or not run:
-        yield
+        yield lambda _lease: None
         return
-    guard.bequeath([sys.executable, "-m", "pipeline.lifecycle", run], {"PREFECT_API_URL": url})
+
+    def will(*lease: UUID) -> None:
+        command = [sys.executable, "-m", "pipeline.lifecycle", run, *map(str, lease)]
+        guard.bequeath(command, {"PREFECT_API_URL": url})
+
+    will()
     try:
-        yield
+        yield will
     except Exception:
         guard.bequeath([], {})
         raise
@@ -94,15 +83,24 @@ def _end_with_the_worker() -> None:
 
 
 def report_crash(flow_run: UUID) -> None:
-    """Have the server say that the flow run has crashed, if it still takes it for running."""
+    """Have the server say that the flow run has crashed, if it still takes it for running.
+
+    A living worker says so itself, and would say it a second time of a run that is retried before.
+    """
     with get_client(sync_client=True) as client:
-        state = client.read_flow_run(flow_run).state
-        if state is not None and state.is_running():  # not Cancelling, not Paused, not ended
-            crashed: State = Crashed(
-                message="The flow's process was killed; a retry goes on from disk."
-            )
-            client.set_flow_run_state(flow_run, crashed, force=True)
+        deadline = time.monotonic() + WORKER_S
+        while (state := client.read_flow_run(flow_run).state) and state.is_running():
+            if time.monotonic() > deadline:  # not Cancelling, not Paused, not ended
+                crashed: State = Crashed(
+                    message="The flow's process was killed; a retry goes on from disk."
+                )
+                client.set_flow_run_state(flow_run, crashed, force=True)
+                return
+            time.sleep(POLL_S)
 
 
 if __name__ == "__main__":
-    report_crash(UUID(sys.argv[1]))
+    flow_run, *leases = map(UUID, sys.argv[1:])
+    for each in leases:
+        slots.free(each)
+    report_crash(flow_run)

@@ -60,11 +60,11 @@ def worker(server: Server, deployed: list[str], data: Path) -> Iterator[subproce
     process.wait(timeout=30)
 
 
-def until(happened: Callable[[], Any]) -> Any:
-    """Wait for what is true in the end, and return it."""
+def until(happened: Callable[[], Any], what: Callable[[], Any] = lambda: "nothing") -> Any:
+    """Wait for what is true in the end, and return it; `what` tells what is true instead."""
     deadline = time.monotonic() + PATIENCE_S
     while not (found := happened()):
-        assert time.monotonic() < deadline, "it did not happen"
+        assert time.monotonic() < deadline, f"it did not happen, but {what()}"
         time.sleep(0.1)
     return found
 
@@ -90,8 +90,10 @@ class Submitted:
 
     def ends(self, *names: str) -> dict[str, Any]:
         """Its state, once that is one of the names."""
-        until(lambda: self.state["name"] in names)
-        return self.state
+        until(lambda: self.state["name"] in {*names, "Failed"}, what=lambda: self.state["name"])
+        state = self.state
+        assert state["name"] in names, state["message"]
+        return state
 
     def ask(self, name: str, kind: str) -> None:
         self.server.post(
@@ -173,13 +175,15 @@ def test_the_form_and_the_command_line_make_one_configuration() -> None:
 def test_a_killed_flow_has_crashed_and_its_retry_goes_on_to_the_very_end_it_had(
     server: Server, worker: object, data: Path
 ) -> None:
-    run = Submitted(server, data, "train/train", steps=2)
+    run = Submitted(server, data, "train/train", steps=2, limit="gpu")
     run.samples(3)
+    assert server.get("/v2/concurrency_limits/gpu")["active_slots"] == 1
     [engine] = [p for p in run.processes() if "prefect" in " ".join(p.cmdline())]
     started = run.processes()
     engine.kill()
     run.ends("Crashed")
     assert not psutil.wait_procs(started, timeout=10)[1]
+    until(lambda: server.get("/v2/concurrency_limits/gpu")["active_slots"] == 0)
     run.ask("AwaitingRetry", "SCHEDULED")
     run.ends("Completed")
     assert steps(data) == ["step_0001", "step_0002", "step_0003", "step_0004"]  # not 5
@@ -188,8 +192,8 @@ def test_a_killed_flow_has_crashed_and_its_retry_goes_on_to_the_very_end_it_had(
 def test_a_cancelled_run_leaves_no_process(server: Server, worker: object, data: Path) -> None:
     run = Submitted(server, data, "train/train", steps=50)
     run.samples(3)
+    until(lambda: len(run.processes()) >= 2)
     started = run.processes()
-    assert len(started) >= 2
     run.ask("Cancelling", "CANCELLING")
     run.ends("Cancelled")
     assert not psutil.wait_procs(started, timeout=10)[1]
