@@ -25,8 +25,21 @@ def find(run: str) -> Path:
 
 def overview() -> list[dict[str, Any]]:
     """Every run below the data root, the newest last."""
+    return [_run_row(path) for path in directories()]
+
+
+def directories() -> list[Path]:
+    """The directory of every run below the data root, the one begun last at the end."""
     found = sorted((load().data / "runs").glob(f"*/{CONFIG}"), key=lambda p: p.stat().st_mtime)
-    return [_run_row(path.parent) for path in found]
+    return [path.parent for path in found]
+
+
+def newest() -> Path:
+    """The run that was begun last. Raises `InputError` where there is none."""
+    found = directories()
+    if not found:
+        raise InputError("there are no runs yet; start with: dapo train experiment=demo")
+    return found[-1]
 
 
 def _run_row(run: Path) -> dict[str, Any]:
