@@ -280,16 +280,17 @@ class Run:
         return pl.Schema({**tables.polars_schema(table), **dict.fromkeys(parts, pl.Float32())})
 
     def files(self, name: str) -> pl.DataFrame:
-        """Path, step, round and variant of each file of a view, in the order of the run."""
+        """Path, step, round, variant and code version of each file of a view, in run order."""
         view = VIEWS[name]
         rows = [
-            (str(path), found.place.step, found.place.round, found.place.variant)
+            (str(path), *found.place[:2], found.place.variant, found.artifact.record["code"])
             for found in self.found
             if found.place.stage in view.stages
             for path in found.files(view.table)
             if view.stages != ("filter",) or found.place.round == self._last_round(found.place.step)
         ]
-        schema = {"path": pl.String(), **dict.fromkeys(PLACE_COLUMNS, pl.Int32())}
+        numbers = dict.fromkeys(PLACE_COLUMNS, pl.Int32())
+        schema = {"path": pl.String(), **numbers, "code": pl.String()}
         return pl.DataFrame(rows, schema=schema, orient="row")
 
     def steps(self) -> list[Step]:
