@@ -111,6 +111,11 @@ class Place(NamedTuple):
         step, round, variant = (found[i] and int(found[i]) for i in (1, 2, 4))
         return cls(step, round, found[3], variant)  # type: ignore[arg-type]
 
+    def __str__(self) -> str:
+        step = "" if self.step is None else f"step_{self.step:04d}/"
+        round = "" if self.round is None else f"round_{self.round}/"
+        return step + round + self.stage + (f".variant-{self.variant}" if self.variant else "")
+
     @property
     def order(self) -> tuple[float, ...]:
         """Sorts places as a run makes them."""
@@ -125,10 +130,11 @@ class Found(NamedTuple):
     place: Place
     artifact: Artifact
 
-    def files(self, table: str) -> list[Path]:
-        """Those of a table, by the record."""
-        names = sorted(self.artifact.record["files"])
-        return [self.artifact.path / name for name in names if name.startswith(f"{table}/")]
+
+def files_of(artifact: Artifact, table: str) -> list[Path]:
+    """The files of a table, by the record."""
+    names = sorted(artifact.record["files"])
+    return [artifact.path / name for name in names if name.startswith(f"{table}/")]
 
 
 def run(name: str | Path, *, variants: bool = False) -> "Run":
@@ -219,8 +225,12 @@ class Run:
         )
         counts = [name for name in names if name.startswith("reason_")]
         trained = pl.col("step") > 0
-        return frame.lazy().fill_nan(None).with_columns(
-            pl.when(trained).then(pl.col(name).fill_null(0)).alias(name) for name in counts
+        return (
+            frame.lazy()
+            .fill_nan(None)
+            .with_columns(
+                pl.when(trained).then(pl.col(name).fill_null(0)).alias(name) for name in counts
+            )
         )
 
     @cached_property
@@ -248,7 +258,7 @@ class Run:
         """`artifacts` as plain values; metrics and rows are dicts."""
         for place, artifact in self.found:
             yield {
-                "place": str(artifact.path.relative_to(self.directory)),
+                "place": str(place),
                 "step": place.step,
                 "round": place.round,
                 "variant": place.variant,
@@ -286,7 +296,7 @@ class Run:
             (str(path), *found.place[:2], found.place.variant, found.artifact.record["code"])
             for found in self.found
             if found.place.stage in view.stages
-            for path in found.files(view.table)
+            for path in files_of(found.artifact, view.table)
             if view.stages != ("filter",) or found.place.round == self._last_round(found.place.step)
         ]
         numbers = dict.fromkeys(PLACE_COLUMNS, pl.Int32())
@@ -435,20 +445,17 @@ def _scan(
 
 def _possible(files: pl.DataFrame, predicate: pl.Expr | None) -> pl.DataFrame:
     """The files that may have rows for which `predicate` holds, by the columns of `files`."""
-    if predicate is None:
-        return files
     known = set(files.columns)
-    return files.filter(
-        [part for part in _conjuncts(predicate) if known.issuperset(part.meta.root_names())]
-    )
+    for part in [] if predicate is None else _conjuncts(predicate):
+        if known.issuperset(part.meta.root_names()):
+            files = files.filter(part)
+    return files
 
 
 def _conjuncts(predicate: pl.Expr) -> Iterator[pl.Expr]:
     """The parts of `a & b & …`, all of which must hold."""
     parts = predicate.meta.pop()
-    if len(parts) == 2 and any(
-        predicate.meta.eq(a & b) for a, b in (parts, reversed(parts))
-    ):
+    if len(parts) == 2 and any(predicate.meta.eq(a & b) for a, b in (parts, reversed(parts))):
         for part in parts:
             yield from _conjuncts(part)
     else:

@@ -3,9 +3,9 @@
 The database lives in memory, reads files below the data root only, and takes nothing but queries.
 """
 
-import json
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -140,43 +140,54 @@ def ask(connection: "DuckDBPyConnection", query: str) -> "DuckDBPyConnection":
 
     Raises `InputError` with DuckDB's own message, and for anything but a query.
     """
-    import duckdb
-
-    try:
+    with _explained():
         _check_reads_only(connection, query)
         return connection.execute(query)
-    except duckdb.Error as error:
-        raise InputError(f"{error}\n`dapo sql` lists the views and their columns") from error
 
 
 def rows_of(result: "DuckDBPyConnection", most: int | None = None) -> list[dict[str, Any]]:
     """The rows of a result as plain values, at most so many."""
-    import duckdb
-
-    try:
+    with _explained():
         found = result.fetchall() if most is None else result.fetchmany(most)
-    except duckdb.Error as error:
-        raise InputError(str(error)) from error
     names = names_of(result)
     return [dict(zip(names, row, strict=True)) for row in found]
 
 
 def names_of(result: "DuckDBPyConnection") -> list[str]:
     """The columns of a result; one that occurs again has its number behind it."""
-    names: list[str] = []
-    for name, *_ in result.description or []:
-        again = sum(re.fullmatch(rf"{re.escape(name)}(_\d+)?", seen) is not None for seen in names)
-        names.append(f"{name}_{again}" if again else name)
-    return names
+    return _unique([name for name, *_ in result.description or []])
 
 
-def write_parquet(result: "DuckDBPyConnection", path: Path) -> int:
-    """Write the result as one Parquet file, whole or not at all; returns the number of rows."""
-    reader = result.to_arrow_reader(BATCH)
-    names, partial, count = names_of(result), path.with_name(f".{path.name}.partial"), 0
-    schema = pa.schema([f.with_name(n) for f, n in zip(reader.schema, names, strict=True)])
+def _unique(names: list[str]) -> list[str]:
+    return [
+        f"{name}_{names[:i].count(name)}" if name in names[:i] else name
+        for i, name in enumerate(names)
+    ]
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """What DuckDB refuses is for the reader to mend; it says where and what was meant."""
+    import duckdb
+
     try:
-        with pq.ParquetWriter(partial, schema, compression="zstd") as writer:
+        yield
+    except duckdb.Error as error:
+        raise InputError(f"{error}\n`dapo sql` lists the views and their columns") from error
+
+
+def write_parquet(connection: "DuckDBPyConnection", query: str, path: Path) -> int:
+    """Write a query's result as one Parquet file, whole or not at all; returns the row count."""
+    count = 0
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with _explained():
+            _check_reads_only(connection, query)
+            reader = connection.sql(query).to_arrow_reader(BATCH)
+        assert reader is not None  # a query has a result
+        names = _unique(reader.schema.names)
+        schema = pa.schema([f.with_name(n) for f, n in zip(reader.schema, names, strict=True)])
+        with _explained(), pq.ParquetWriter(partial, schema, compression="zstd") as writer:
             for batch in reader:
                 writer.write_table(pa.Table.from_batches([batch]).rename_columns(names))
                 count += len(batch)
@@ -220,13 +231,14 @@ def _select(view: str, run: Run) -> str:
     samples = files.unique("code", keep="first", maintain_order=True)["path"].to_list()
     present = {name for path in samples for name in pq.read_schema(path).names}
     differ = len(samples) > 1 or parts
+    pattern = _literal(PLACE_OF_FILE)
     place = [
-        f"try_cast(regexp_extract(filename, {_literal(PLACE_OF_FILE)}, {GROUP_OF[name]}) as integer)"
-        f" as {name}"
-        for name in VIEWS[view].place
+        f"try_cast(regexp_extract(filename, {pattern}, {group}) as integer) as {name}"
+        for name, group in GROUP_OF.items()
+        if name in VIEWS[view].place
     ]
     stored = [
-        f'cast({_quoted(original) if original in present else "null"} as {kind}) as {_quoted(name)}'
+        f"cast({_quoted(original) if original in present else 'null'} as {kind}) as {_quoted(name)}"
         for name, kind in {**_stored(view), **parts}.items()
         if (original := _renamed(table, name))
     ]
@@ -314,16 +326,3 @@ def _literal(value: str | list[str]) -> str:
 def _no_glob(path: str) -> str:
     """A path that stands for itself, whatever its letters."""
     return re.sub(r"([*?\[])", r"[\1]", path)
-
-
-def as_json(rows: Sequence[dict[str, Any]]) -> str:
-    """Rows as a JSON list; what is no finite number is null, as a record has it."""
-    return json.dumps([_plain(row) for row in rows], indent=1, default=str, ensure_ascii=False)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return None if isinstance(value, float) and not abs(value) < float("inf") else value

@@ -7,7 +7,7 @@ import typer
 from rich.markup import escape
 
 from pipeline import runner
-from pipeline.cli import looking, stages, training
+from pipeline.cli import inspecting, looking, stages, training
 from pipeline.cli.console import err
 from pipeline.worker import StageTimeout, WorkerDied
 from stages.errors import EngineMismatch, InputError, NonFinite, Shortage
@@ -23,7 +23,11 @@ app = typer.Typer(
 )
 PANELS = {
     "Make": (training.train, training.rerun, training.config),
-    "Look": (looking.ls, looking.show, looking.verify, looking.compare, looking.simulate),
+    "Look": (
+        *(looking.ls, looking.show, looking.verify),
+        *(inspecting.sql, inspecting.samples, inspecting.explain, inspecting.metrics),
+        *(looking.compare, looking.simulate),
+    ),
     "Stages, each on saved data and without Prefect": map(stages.command, runner.STAGES),
 }
 for _panel, _commands in PANELS.items():
