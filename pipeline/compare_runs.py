@@ -10,7 +10,7 @@ from pipeline import artifacts, read
 from pipeline.artifacts import TIMINGS, Artifact
 from pipeline.config import parse
 from pipeline.loop import CONFIG
-from pipeline.read import Place, Run, files_of
+from pipeline.read import Place, Run, asked, files_of
 from stages import tables
 from stages.errors import InputError
 
@@ -177,19 +177,23 @@ def curves(a: Run, b: Run) -> pl.DataFrame:
 def pass_rates(a: Run, b: Run) -> pl.DataFrame:
     """Mean acc of each prompt that both runs asked, and how it changed; the largest change first.
 
-    Over all steps: runs that ask prompts at different times compare different policies.
+    A prompt is the same if its id, messages and answer are. Over all steps: runs that ask it at
+    different times compare different policies.
     """
 
     def rates(run: Run, x: str) -> pl.LazyFrame:
         acc = pl.col("acc").cast(pl.Float64)
-        return run.responses.group_by("prompt_id").agg(
+        rates = run.responses.group_by("prompt_id").agg(
             acc.count().cast(pl.Int64).alias(f"n_{x}"), acc.mean().alias(f"pass_{x}")
         )
+        prompts = run.prompts.select("prompt_id", "answer", prompt=asked())
+        return rates.join(prompts, on="prompt_id")
 
     change = pl.col("pass_b") - pl.col("pass_a")
     return (
         rates(a, "a")
-        .join(rates(b, "b"), on="prompt_id")
+        .join(rates(b, "b"), on=["prompt_id", "prompt", "answer"])
+        .select("prompt_id", "n_a", "pass_a", "n_b", "pass_b")
         .drop_nulls()
         .with_columns(change=change)
         .sort(pl.col("change").abs(), pl.col("prompt_id"), descending=[True, False])

@@ -341,6 +341,15 @@ class Run:
         return sorted({f"part_{name}" for config in configs for name in config.get("parts", {})})
 
 
+def asked() -> pl.Expr:
+    """The messages of `prompt` as one text; a role is named where there are several messages."""
+    message = pl.element().struct
+    named = message.field("role") + ": " + message.field("content")
+    several = pl.col("prompt").list.eval(named).list.join("\n")
+    one = pl.col("prompt").list.eval(message.field("content")).list.join("\n")
+    return pl.when(pl.col("prompt").list.len() > 1).then(several).otherwise(one)
+
+
 def _found(directory: Path, *, variants: bool) -> list[Found]:
     """The run's artifacts in its order, without rounds that its updates no longer know."""
     every = [

@@ -8,7 +8,7 @@ from typing import Any
 
 import polars as pl
 
-from pipeline.read import Run
+from pipeline.read import Run, asked
 from stages.errors import InputError
 
 RELATIONS: dict[str, Callable[[Any, float], Any]] = {
@@ -118,12 +118,3 @@ def _with_prompts(run: Run, keys: pl.DataFrame) -> pl.DataFrame:
         .sort(KEYS)
         .collect()
     )
-
-
-def asked() -> pl.Expr:
-    """The messages of `prompt` as one text; a role is named where there are several messages."""
-    message = pl.element().struct
-    named = message.field("role") + ": " + message.field("content")
-    several = pl.col("prompt").list.eval(named).list.join("\n")
-    one = pl.col("prompt").list.eval(message.field("content")).list.join("\n")
-    return pl.when(pl.col("prompt").list.len() > 1).then(several).otherwise(one)

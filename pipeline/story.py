@@ -9,8 +9,7 @@ import polars as pl
 
 from pipeline import read
 from pipeline.artifacts import Artifact
-from pipeline.read import Place, Run
-from pipeline.samples import asked
+from pipeline.read import Place, Run, asked
 from stages.errors import InputError
 
 CHOSEN = ("step", "round", "why", "weight", "pass_rate", "evidence", "trust", "epoch", "prompt_id")

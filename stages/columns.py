@@ -67,6 +67,7 @@ SPECIAL: dict[str, dict[str, str]] = {
     "unusable": {
         "file": "where the row stands",
         "row": "its number in the file, from 1",
+        "prompt_id": "its own, if it has one",
         "column": "the one that is at fault, or null",
         "reason": "what is wrong with it",
     },
@@ -144,6 +145,7 @@ SPECIAL: dict[str, dict[str, str]] = {
         "response_ids": "token ids whose log-probs are given",
         "logprobs": "of each of them, at temperature 1, nats",
     },
+    "samples": {"group_id": "the prompt_id"},
     "evaluations": {
         "length_mean": "tokens of a response, mean",
         "truncated_mean": "share of responses that were cut",
@@ -171,15 +173,15 @@ def markdown(schemas: Mapping[str, pa.Schema]) -> str:
 
 def _chapter(table: str, schema: pa.Schema) -> str:
     where, row = TABLES[table]
-    head = f"### {table}\n\nBy {where}. A row is {row}."
+    head = f"### {table}\n\nIn {where}. A row is {row}."
     if table == "carried":
         return f"{head}\nThe columns are those of `batch`."
     lines = [
-        f"| {f.name} | {_kind(f.type)}{', null' if f.nullable else ''} | {meaning(table, f.name)} |"
+        f"| {f.name} | `{_kind(f.type)}`{' or null' * f.nullable} | {meaning(table, f.name)} |"
         for f in schema
     ]
     if table == "scores":
-        lines.append(f"| part_… | float, null | {PART} |")
+        lines.append(f"| part_… | `float` or null | {PART} |")
     return "\n".join([f"{head}\n", "| column | type | meaning |", "|---|---|---|", *lines])
 
 
