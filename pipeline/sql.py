@@ -128,7 +128,8 @@ def connect(found: Sequence[Run], *, root: Path, query: str = "") -> "DuckDBPyCo
     for name, fill in (("curves", _curves), ("artifacts", _artifacts)):
         asked = re.search(rf"\b{name}\b", query, re.IGNORECASE)
         fill(connection, found if asked else [])
-    directories = [str(path) for path in (root, *(run.directory for run in found))]
+    paths = [str(path) for path in (root, *(run.directory for run in found))]
+    directories = [*paths, *map(_no_glob, paths)]  # it looks at a pattern before what it matches
     connection.execute(f"set allowed_directories = {_literal(directories)}")
     connection.execute("set enable_external_access = false")
     connection.execute("set lock_configuration = true")
