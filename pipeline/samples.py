@@ -84,7 +84,10 @@ def find(run: Run, wanted: Wanted, *, limit: int) -> tuple[pl.DataFrame, int]:
 
     The texts of the others are read only where `text` asks for it.
     """
-    matching = run.responses.filter(wanted.predicates()).select(KEYS).sort(KEYS).collect()
+    responses = run.responses
+    for predicate in wanted.predicates():
+        responses = responses.filter(predicate)
+    matching = responses.select(KEYS).sort(KEYS).collect()
     return _with_prompts(run, matching.head(limit)), len(matching)
 
 
