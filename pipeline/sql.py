@@ -121,7 +121,7 @@ def connect(found: Sequence[Run], *, root: Path, query: str = "") -> "DuckDBPyCo
     names = [run.name for run in found]
     if twice := [name for name in names if names.count(name) > 1]:
         raise InputError(f"two runs are named '{twice[0]}'; give runs of different names")
-    connection = duckdb.connect(":memory:")
+    connection = duckdb.connect(":memory:", config={"python_enable_replacements": False})
     for view in VIEWS:
         connection.execute(f"create view {view} as {_union(view, found)}")
     connection.execute(RESPONSES)

@@ -442,3 +442,9 @@ def test_looking_loads_nothing_heavy(finished: Path) -> None:
     command = [sys.executable, "-c", script, str(scores)]
     shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert shown.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("command", ["sql", "samples", "explain", "metrics", "compare"])
+def test_every_command_explains_itself_with_an_example(dapo: Dapo, command: str) -> None:
+    code, shown = dapo(command, "--help")
+    assert code == 0 and f"Example: dapo {command}" in shown
