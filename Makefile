@@ -30,6 +30,7 @@ bench: .venv/installed
 	$(BIN)/python tests/bench/rollout.py
 	$(BIN)/python tests/bench/overlap.py
 	$(BIN)/python tests/bench/verify.py
+	$(BIN)/python tests/bench/sql.py
 
 .venv/installed: requirements-cpu.txt pyproject.toml
 	$(PYTHON) -m venv .venv
