@@ -28,6 +28,12 @@ def find(run: str, wanted: mirror.Wanted = mirror.nothing) -> Path:
     raise InputError(f"there is no run '{run}' in {data}/{mirror.RUNS}; `dapo ls` lists the runs")
 
 
+def root() -> Path:
+    """The data root on this machine; of a store, where its mirrors are."""
+    data = load().data
+    return storage.cache(data) if isinstance(data, str) else data
+
+
 def overview() -> list[dict[str, Any]]:
     """Every run below the data root, the newest last; of a store by name."""
     data = load().data
@@ -46,6 +52,17 @@ def directories(wanted: mirror.Wanted = mirror.nothing) -> list[Path]:
         return [path for path in mirrors if (path / CONFIG).is_file()]
     found = sorted((data / mirror.RUNS).glob(f"*/{CONFIG}"), key=lambda p: p.stat().st_mtime)
     return [path.parent for path in found]
+
+
+def newest(wanted: mirror.Wanted = mirror.nothing) -> Path:
+    """The run that was begun last; of a store, the last by name.
+
+    Raises `InputError` where there is none.
+    """
+    found = directories()
+    if not found:
+        raise InputError("there are no runs yet; start with: dapo train experiment=demo")
+    return mirror.looked_at(found[-1], wanted)
 
 
 def _run_row(run: Path) -> dict[str, Any]:

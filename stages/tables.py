@@ -9,6 +9,7 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from stages import columns
 from stages.errors import InputError
 
 MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
@@ -44,7 +45,7 @@ _GENERATED = {
     "policy": pa.string(),
 }
 _JUDGED = {
-    "acc": (pa.float32(), None),  # the raw right (1) or wrong (0), before any shaping
+    "acc": (pa.float32(), None),
     "extracted": (pa.string(), None),
     "verdict": pa.string(),
 }
@@ -85,13 +86,12 @@ SCHEMAS: dict[str, pa.Schema] = {
         round=pa.int32(),
         position=pa.int64(),
         prompt_id=pa.string(),
-        weight=pa.float64(),  # what the policy that chose it goes by
-        pass_rate=(pa.float64(), None),  # what an adaptive policy expects, and the responses that
-        evidence=(pa.float64(), None),  # it has seen of this very prompt, the old ones faded
+        weight=pa.float64(),
+        pass_rate=(pa.float64(), None),
+        evidence=(pa.float64(), None),
         why=pa.string(),
         epoch=pa.int32(),
     ),
-    # of each prompt that was asked: right and wrong responses, faded up to `step`
     "beliefs": _schema(
         "prompt_id", right=pa.float64(), wrong=pa.float64(), step=pa.int32(), asked=pa.int32()
     ),
@@ -109,7 +109,7 @@ SCHEMAS: dict[str, pa.Schema] = {
         n=pa.int32(),
         n_scored=pa.int32(),
         acc_mean=(pa.float64(), None),
-        metric_min=(pa.float64(), None),  # of what dynamic sampling looks at: acc, or a part
+        metric_min=(pa.float64(), None),
         metric_max=(pa.float64(), None),
         reward_mean=(pa.float64(), None),
         reward_std=(pa.float64(), None),
@@ -117,7 +117,7 @@ SCHEMAS: dict[str, pa.Schema] = {
         reason=(pa.string(), None),
         policy=pa.string(),
         age=pa.int32(),
-        sampled=pa.bool_(),  # in this step; else carried into it
+        sampled=pa.bool_(),
     ),
     "batch": _schema(
         "response_id",
@@ -134,7 +134,6 @@ SCHEMAS: dict[str, pa.Schema] = {
         policy=pa.string(),
         age=pa.int32(),
     ),
-    # a row per mini-batch; `optimizer_step` counts over the run, status says whether one was made
     "metrics": pa.schema(
         [pa.field(name, pa.int64(), nullable=False) for name in ("mini_batch", "optimizer_step")]
         + [pa.field("status", pa.string(), nullable=False)]
@@ -142,13 +141,12 @@ SCHEMAS: dict[str, pa.Schema] = {
         + [pa.field(name, pa.float64(), nullable=False) for name in MEASURED]
         + [pa.field("kl_reference", pa.float64())]
     ),
-    # how fast it went: beside the metrics, for no digest may depend on the hour
+    # beside the metrics, for no digest may depend on the hour
     "timings": pa.schema(
         [pa.field("mini_batch", pa.int64(), nullable=False)]
         + [pa.field(name, pa.float64(), nullable=False) for name in _SPEEDS]
         + [pa.field("mfu", pa.float64())]
     ),
-    # on request: what each token of a response went through in the steps that it was trained in
     "tokens": _schema(
         "response_id",
         optimizer_step=pa.int64(),
@@ -171,7 +169,6 @@ SCHEMAS: dict[str, pa.Schema] = {
         length_mean=pa.float64(),
         truncated_mean=pa.float64(),
     ),
-    # the rows that no prompt could be made of; `row` counts from 1 in its file
     "unusable": _schema(
         "file",
         row=pa.int64(),
@@ -179,17 +176,23 @@ SCHEMAS: dict[str, pa.Schema] = {
         column=(pa.string(), None),
         reason=pa.string(),
     ),
-    # in a policy's directory: what its weights compute, at temperature 1
     "probe": _schema("probe_id", prompt_ids=TOKENS, response_ids=TOKENS, logprobs=LOGPROBS),
 }
 SCHEMAS["carried"] = SCHEMAS["batch"]  # whole groups that wait for the next step
+SCHEMAS = {table: columns.described(table, schema) for table, schema in SCHEMAS.items()}
 
 
 def polars_schema(table: str) -> pl.Schema:
     """The table's schema as Polars types."""
-    empty = pl.from_arrow(SCHEMAS[table].empty_table())
-    assert isinstance(empty, pl.DataFrame)
-    return empty.schema
+    return pl.Schema(SCHEMAS[table])
+
+
+def _with(more: Sequence[str], table: str) -> pa.Schema:
+    """The table's schema, and `more` float32 columns."""
+    meaning = {"description": columns.PART}
+    return pa.schema(
+        [*SCHEMAS[table], *(pa.field(name, pa.float32(), metadata=meaning) for name in more)]
+    )
 
 
 def write(
@@ -217,7 +220,7 @@ def write_all(
 
     One row group of them is in memory at a time, and the file does not depend on their sizes.
     """
-    schema = pa.schema([*SCHEMAS[table], *(pa.field(name, pa.float32()) for name in more)])
+    schema = _with(more, table)
     (out / table).mkdir(exist_ok=True)
     path = out / table / f"part-{shard:05d}.parquet"
     rows = 0
@@ -360,7 +363,7 @@ def _all_files(source: Path | Sequence[Path], table: str) -> list[Path]:
 
 def _scan_file(path: Path, table: str, more: Sequence[str]) -> pl.LazyFrame:
     found = _footer(path).schema.to_arrow_schema()
-    wanted = pa.schema([*SCHEMAS[table], *(pa.field(name, pa.float32()) for name in more)])
+    wanted = _with(more, table)
     _check_columns(path, table, wanted, found)
     types = {**polars_schema(table), **dict.fromkeys(more, pl.Float32())}
     return pl.scan_parquet(path).select(

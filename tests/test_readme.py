@@ -6,6 +6,9 @@ from pathlib import Path
 import duckdb
 import pytest
 
+from pipeline import sql
+from pipeline.read import run
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -22,11 +25,21 @@ def test_a_linked_file_exists(path: str) -> None:
     assert (ROOT / path).is_file()
 
 
-def test_its_query_answers_on_a_run(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (query,) = re.findall(r'duckdb -c "(.*?)"', README, flags=re.DOTALL)
-    monkeypatch.chdir(finished)
-    rows = duckdb.sql(query.replace("data/runs/demo", "runs/small")).fetchall()
+def test_its_query_answers_on_a_run(finished: Path) -> None:
+    (query,) = re.findall(r'dapo sql "(.*?)"', README)
+    connection = sql.connect([run(finished / "runs/small")], root=finished)
+    rows = sql.ask(connection, query).fetchall()
     assert sum(count for _, count, _ in rows) == 36
+
+
+def test_its_notebook_runs_on_a_run(
+    finished: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DAPO_DATA", str(finished))
+    (cell,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    exec(cell.replace('run("demo")', 'run("small")'), {})
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in ("held_out", "answer", "decision"))
 
 
 DATA_README = (ROOT / "data/README.md").read_text(encoding="utf-8")

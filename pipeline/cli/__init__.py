@@ -8,7 +8,7 @@ import typer
 from rich.markup import escape
 
 from pipeline import runner
-from pipeline.cli import garbage, lineage, looking, operating, stages, training
+from pipeline.cli import garbage, inspecting, lineage, looking, operating, stages, training
 from pipeline.cli.console import err
 from pipeline.worker import StageTimeout, WorkerDied
 from stages.errors import EngineMismatch, InputError, NonFinite, Shortage, StorageError
@@ -26,12 +26,9 @@ PANELS: dict[str, Iterable[Callable[..., None]]] = {
     "Make": (training.train, training.rerun, training.config),
     "Operate": (operating.deploy, operating.serve, garbage.gc),
     "Look": (
-        looking.ls,
-        looking.show,
-        lineage.lineage,
-        looking.verify,
-        looking.compare,
-        looking.simulate,
+        *(looking.ls, looking.show, lineage.lineage, looking.verify),
+        *(inspecting.sql, inspecting.samples, inspecting.explain, inspecting.metrics),
+        *(looking.compare, looking.simulate),
     ),
     "Stages, each on saved data and without Prefect": map(stages.command, runner.STAGES),
 }

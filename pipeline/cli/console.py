@@ -1,6 +1,7 @@
 """What the commands have in common: their options, and how they print."""
 
 import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -162,6 +163,23 @@ def cell(value: Any) -> str:
     if isinstance(value, list) and len(value) > SHOWN_ITEMS:
         shown = ", ".join(cell(item) for item in value[:SHOWN_ITEMS])
         return f"{shown}, … {len(value)} in all"
-    text = f"{value:.4g}" if isinstance(value, float) else str(value)
-    text = "".join(c if c.isprintable() or c == "\n" else "�" for c in text)
+    text = plain(f"{value:.4g}" if isinstance(value, float) else str(value))
     return escape(text if len(text) <= SHOWN_LETTERS else f"{text[:SHOWN_LETTERS]}…")
+
+
+def plain(text: str) -> str:
+    """`text` without what a terminal would act on: it is a model's, and nobody has read it."""
+    return "".join(c if c.isprintable() or c == "\n" else "�" for c in text.expandtabs(4))
+
+
+def document(value: Any) -> str:
+    """A JSON document; what is no finite number is null, as in a record."""
+    return json.dumps(_finite(value), indent=1, default=str, ensure_ascii=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

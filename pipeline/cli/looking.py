@@ -20,6 +20,7 @@ from pipeline.cli.console import (
     section,
     table,
 )
+from stages.errors import InputError
 
 
 def ls(
@@ -93,32 +94,46 @@ def verify(run: Run, json_: Json = False) -> None:
 
 
 def compare(
-    scores_a: Annotated[str, typer.Argument(help="Made by score.", metavar="SCORES_A")],
-    scores_b: Annotated[str, typer.Argument(help="The same.", metavar="SCORES_B")],
+    a: Annotated[str, typer.Argument(help="A run, or made by score.", metavar="A")],
+    b: Annotated[str, typer.Argument(help="The same.", metavar="B")],
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(help="Of the filter, such as filter.batch_groups=8", metavar="KEY=VALUE"),
+        typer.Argument(
+            help="Of the filter, for scorings, such as filter.batch_groups=8", metavar="KEY=VALUE"
+        ),
     ] = None,
     rollouts: Annotated[
         list[str] | None,
-        typer.Option(help="Default: those that the scores were made from.", metavar="PATH"),
+        typer.Option(help="Of scorings; default: those that they were made from.", metavar="PATH"),
     ] = None,
+    prompts: Annotated[int, typer.Option(min=0, help="Of runs: prompts to name.")] = 10,
     json_: Json = False,
 ) -> None:
-    """Compare two scorings of the same rollouts: verdicts, groups kept, advantages, rewards.
+    """Compare two runs, or two scorings of the same rollouts.
 
-    Groups are decided on these rollouts alone: no other round, no carried rows.
+    Runs: settings, the first artifact that differs down to the token, curves, prompts' pass rates.
+    Scorings: verdicts, groups kept, advantages, rewards; groups are decided on these rollouts
+    alone: no other round, no carried rows.
+
+    Example: dapo compare demo demo-2
 
     Example: dapo compare round_0/score round_0/score.variant-1 filter.batch_groups=8
     """
+    scores = [given for given in (a, b) if _holds_scores(given)]
+    if len(scores) == 1:
+        raise InputError(f"{scores[0]} is no run: give two runs, or two scorings")
+    if not scores:
+        from pipeline.cli.inspecting import compare_runs
+
+        compare_runs(a, b, prompts=prompts, as_json=json_, of_scores=bool(overrides or rollouts))
+        return
     from pipeline import compare as comparing
     from pipeline import mirror
 
-    a, b, *given = (
-        mirror.looked_at(place(path), mirror.tables)
-        for path in (scores_a, scores_b, *(rollouts or []))
+    scores_a, scores_b, *given = (
+        mirror.looked_at(place(path), mirror.tables) for path in (a, b, *(rollouts or []))
     )
-    made = comparing.compare(a, b, rollouts=given, overrides=overrides or [])
+    made = comparing.compare(scores_a, scores_b, rollouts=given, overrides=overrides or [])
     if json_:
         print(json.dumps(made.document(), indent=1))
         return
@@ -147,6 +162,12 @@ def compare(
     flipped = "{responses} responses ({share:.1%}) flip".format(**made.flipped)
     section(f"signs of advantages in groups kept both times: {flipped}", made.sign_flips.to_dicts())
     section("mean reward by length in tokens", made.reward_by_length.to_dicts())
+
+
+def _holds_scores(given: str) -> bool:
+    """Whether it is a path that a run's directory is not: a scoring, or what should be one."""
+    path = Path(given)
+    return (path.exists() or len(path.parts) > 1) and not (path / "config.yaml").is_file()
 
 
 def simulate(

@@ -7,6 +7,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import datasets
+import duckdb
+import pandas as pd
 import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -16,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from polars.testing import assert_frame_equal
 
-from stages import tables
+from stages import columns, tables
 from stages.errors import InputError
 
 
@@ -201,3 +204,114 @@ def test_null_in_a_required_column_is_not_written(tmp_path: Path) -> None:
 def test_a_mean_leaves_out_what_is_not_there() -> None:
     assert tables.mean(pl.Series([1.0, None, 0.0])) == 0.5
     assert math.isnan(tables.mean(pl.Series([None], dtype=pl.Float32)))
+
+
+def full_table(table: str, tmp_path: Path) -> Path:
+    """A file of the table, as a stage writes it: a full row, and one with every null."""
+    frame = pl.DataFrame(
+        full_and_sparse_row(tables.SCHEMAS[table]),
+        schema=tables.polars_schema(table),
+        orient="row",
+    )
+    return save(tmp_path, table, frame) / table / "part-00000.parquet"
+
+
+def leaves(kind: pa.DataType) -> Iterator[pa.DataType]:
+    if pa.types.is_list(kind):
+        yield from leaves(kind.value_type)
+    elif pa.types.is_struct(kind):
+        for field in kind:
+            yield from leaves(field.type)
+    else:
+        yield kind
+
+
+@pytest.mark.parametrize("table", tables.SCHEMAS)
+def test_every_column_says_what_it_means_in_the_file(table: str, tmp_path: Path) -> None:
+    for field in pq.read_schema(full_table(table, tmp_path)):
+        meaning = field.metadata[b"description"].decode()
+        assert meaning == columns.meaning(table, field.name) and len(meaning) > 2
+
+
+@pytest.mark.parametrize("table", tables.SCHEMAS)
+def test_types_are_those_that_spark_reads(table: str, tmp_path: Path) -> None:
+    plain = {pa.string(), pa.int32(), pa.int64(), pa.float32(), pa.float64(), pa.bool_()}
+    file = full_table(table, tmp_path)
+    assert {leaf for field in pq.read_schema(file) for leaf in leaves(field.type)} <= plain
+    # as Parquet itself says, without the Arrow schema beside it: signed, and three-level lists
+    for column in (
+        pq.ParquetFile(file).schema.column(i) for i in range(len(tables.SCHEMAS[table]))
+    ):
+        assert column.physical_type in {
+            *("BYTE_ARRAY", "INT32", "INT64", "FLOAT", "DOUBLE", "BOOLEAN"),
+        }
+        assert column.logical_type.type in {"NONE", "STRING"}
+        assert column.max_repetition_level == 0 or ".list.element" in column.path
+
+
+@pytest.mark.parametrize("table", tables.SCHEMAS)
+def test_pandas_duckdb_and_polars_read_what_was_written(table: str, tmp_path: Path) -> None:
+    file = full_table(table, tmp_path)
+    frame = pl.read_parquet(file)
+    assert_frame_equal(frame, tables.read(tmp_path, table))
+    assert_frame_equal(duckdb.sql(f"from '{file}'").pl(), frame)
+    read = pd.read_parquet(file)
+    assert list(read.columns) == frame.columns and len(read) == 2
+    key = frame.columns[0]
+    assert read[key].tolist() == frame[key].to_list()
+
+
+def test_hugging_face_datasets_reads_what_was_written(tmp_path: Path) -> None:
+    file = full_table("rollouts", tmp_path)
+    read = datasets.Dataset.from_parquet(str(file), cache_dir=str(tmp_path / "cache"))
+    assert read.to_list() == pl.read_parquet(file).to_dicts()
+
+
+def test_a_file_without_descriptions_is_read_as_ever(tmp_path: Path) -> None:
+    file = full_table("scores", tmp_path)
+    bare = pq.read_table(file)
+    schema = pa.schema([field.remove_metadata() for field in bare.schema])
+    pq.write_table(bare.cast(schema), tmp_path / "bare.parquet")
+    assert_frame_equal(
+        tables.read(tmp_path / "bare.parquet", "scores"), tables.read(file, "scores")
+    )
+    both = tables.read([file, tmp_path / "bare.parquet"], "scores")
+    assert len(both) == 4
+
+
+def test_a_response_is_looked_up_in_one_row_group(tmp_path: Path) -> None:
+    ids = [{"response_id": f"r{i:05d}", "seed": i} for i in range(5000)]
+    file = save(tmp_path, "rollouts", rows("rollouts", *ids)) / "rollouts/part-00000.parquet"
+    plan = duckdb.sql(
+        f"explain analyze select seed, text from '{file}' where response_id = 'r03333'"
+    ).fetchall()[0][1]
+    assert "Row Groups Scanned: 1 / 5" in plan
+    groups = pq.ParquetFile(file).metadata
+    for i in range(groups.num_row_groups):
+        statistics = groups.row_group(i).column(0).statistics
+        assert statistics.has_min_max and statistics.null_count == 0
+
+
+def test_every_scalar_column_has_statistics(tmp_path: Path) -> None:
+    for table in ("scores", "groups", "selection", "metrics"):
+        group = pq.ParquetFile(full_table(table, tmp_path)).metadata.row_group(0)
+        for i in range(group.num_columns):
+            assert group.column(i).statistics.has_min_max, (table, group.column(i).path_in_schema)
+
+
+def test_row_groups_that_cannot_hold_a_value_are_skipped(tmp_path: Path) -> None:
+    late = [
+        {"response_id": f"r{i:05d}", "finish_reason": "length" if i > 2500 else "stop"}
+        for i in range(3000)
+    ]
+    file = save(tmp_path, "rollouts", rows("rollouts", *late)) / "rollouts/part-00000.parquet"
+    query = f"explain analyze select count(text) from '{file}' where finish_reason = 'length'"
+    assert "Row Groups Scanned: 1 / 3" in duckdb.sql(query).fetchall()[0][1]
+
+
+def test_the_readme_of_data_says_what_the_files_say() -> None:
+    readme = (Path(__file__).parents[2] / "data/README.md").read_text(encoding="utf-8")
+    assert columns.markdown(tables.SCHEMAS) in readme, (
+        "its tables are the output of `python -c 'from stages import columns, tables; "
+        "print(columns.markdown(tables.SCHEMAS))'`"
+    )
