@@ -117,7 +117,7 @@ SPECIAL: dict[str, dict[str, str]] = {
         "importance_mean": "mean weight π_old / π_sampler, after the cap",
         "importance_capped": "share of tokens whose weight is the cap",
         "importance_dropped": "share of tokens outside the band",
-        "gap_mean": "mean |sampler_logprobs - old log-probs|",
+        "gap_mean": "mean distance of sampler_logprobs from the old log-probs",
         "gap_max": "greatest of the same",
         "length_mean": "tokens of a response, mean",
         "lr": "learning rate",

@@ -28,11 +28,37 @@ def home(path: Path) -> dict[str, str]:
 
 
 class Server:
-    """A Prefect server of the tests' own."""
+    """A Prefect server that keeps everything below `home`; its address outlives a restart."""
 
-    def __init__(self, url: str, environment: dict[str, str]) -> None:
-        self.url = url
-        self.environment = {**environment, "PREFECT_API_URL": url}
+    def __init__(self, path: Path) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}/api"
+        self._own = home(path)
+        self.environment = {**self._own, "PREFECT_API_URL": self.url}
+
+    def start(self) -> None:
+        """Start it, and wait until it answers."""
+        self.process = subprocess.Popen(
+            [*(sys.executable, "-m", "prefect", "server", "start"), "--port", str(self.port)],
+            env=self._own,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        deadline = time.monotonic() + 120
+        while True:
+            try:
+                urllib.request.urlopen(self.url + "/health", timeout=1)
+                return
+            except OSError:
+                assert self.process.poll() is None and time.monotonic() < deadline
+                time.sleep(0.2)
+
+    def stop(self) -> None:
+        """End it."""
+        self.process.terminate()
+        self.process.wait(timeout=30)
 
     def post(self, path: str, **body: Any) -> Any:
         request = urllib.request.Request(
@@ -58,25 +84,7 @@ class Server:
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = home(tmp_path_factory.mktemp("prefect"))
-    process = subprocess.Popen(
-        [*(sys.executable, "-m", "prefect", "server", "start"), "--port", str(port)],
-        env=environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    server = Server(f"http://127.0.0.1:{port}/api", environment)
-    deadline = time.monotonic() + 120
-    while True:
-        try:
-            urllib.request.urlopen(server.url + "/health", timeout=1)
-            break
-        except OSError:
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.2)
+    server = Server(tmp_path_factory.mktemp("prefect"))
+    server.start()
     yield server
-    process.terminate()
-    process.wait(timeout=30)
+    server.stop()

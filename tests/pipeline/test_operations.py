@@ -142,11 +142,10 @@ def test_deploying_twice_sets_everything_up_once(server: Server, deployed: list[
     assert nightly["concurrency_options"]["collision_strategy"] == "CANCEL_NEW"
 
 
-def test_deploying_without_a_server_is_one_clear_message(server: Server, tmp_path: Path) -> None:
-    environment = {k: v for k, v in server.environment.items() if k != "PREFECT_API_URL"}
-    home = Server("", {**environment, "PREFECT_HOME": str(tmp_path)})
-    del home.environment["PREFECT_API_URL"]
-    refused = dapo(home, "deploy")
+def test_deploying_without_a_server_is_one_clear_message(tmp_path: Path) -> None:
+    nowhere = Server(tmp_path)
+    del nowhere.environment["PREFECT_API_URL"]
+    refused = dapo(nowhere, "deploy")
     assert refused.returncode == 2
     assert "there is no Prefect server to deploy to" in refused.stderr
 
