@@ -63,6 +63,14 @@ STAGES = {
 AGES = dict(zip((f"{AGE}{i}" for i in range(4)), (BLUE, ORANGE, GREEN, PURPLE), strict=True))
 TOKENS = {"sampled_tokens": BLUE, "evaluated_tokens": GREEN, "tokens": ORANGE}
 OTHER = RED  # of a stack: whatever has no colour of its own
+# of a logarithmic axis: the grid has lines at powers of ten only
+POWERS: dict[str, Any] = {
+    "condition": {
+        "test": "abs(log(datum.value) / LN10 - round(log(datum.value) / LN10)) < 1e-6",
+        "value": 1,
+    },
+    "value": 0,
+}
 TEXT, FAINT = "var(--text)", "var(--line)"
 CONFIG = {  # of all charts, as Vega-Lite calls it
     "background": "transparent",
@@ -87,10 +95,10 @@ CONFIG = {  # of all charts, as Vega-Lite calls it
         "labelFontSize": 12,
         "labelLimit": 220,
         "symbolStrokeWidth": 2,
-        "symbolSize": 120,
+        "symbolSize": 220,
         "offset": 8,
     },
-    "line": {"strokeWidth": 2, "interpolate": "monotone"},
+    "line": {"strokeWidth": 2},
     "point": {"size": 24, "filled": True},
 }
 
@@ -140,7 +148,7 @@ PLAN: tuple[Lines | Stack, ...] = (
         "the prompts; that of the training samples moves with the prompts that are asked.",
         y="accuracy",
         columns=("held_out", "acc"),
-        format=".1%",
+        format=".1~%",
         interval=("held_out_low", "held_out_high"),
     ),
     Lines(
@@ -169,7 +177,7 @@ PLAN: tuple[Lines | Stack, ...] = (
         "responses outgrow the limit.",
         y="share of responses",
         columns=("truncated",),
-        format=".1%",
+        format=".1~%",
     ),
     Stack(
         name="groups",
@@ -208,7 +216,7 @@ PLAN: tuple[Lines | Stack, ...] = (
         "gradient: usually well under a few per cent.",
         y="share of tokens",
         columns=("clip_fraction_low", "clip_fraction_high"),
-        format=".2%",
+        format=".2~%",
     ),
     Lines(
         name="gradient",
@@ -226,7 +234,7 @@ PLAN: tuple[Lines | Stack, ...] = (
         "there is one: estimates, which may be a little below zero.",
         y="nats per token",
         columns=("kl_k1", "kl_k3", "kl_reference"),
-        format=".2e",
+        format=".3~g",
     ),
     Lines(
         name="gap",
@@ -236,7 +244,7 @@ PLAN: tuple[Lines | Stack, ...] = (
         "alone is far below 0.01, and a jump means that they no longer have the same weights.",
         y="|difference|, nats",
         columns=("gap_mean", "gap_max", "probe_gap_max"),
-        format=".1e",
+        format=".0e",
         log=True,
     ),
     Stack(
@@ -405,7 +413,8 @@ def draw(frame: pl.DataFrame) -> tuple[list[Figure], list[str]]:
 def label(column: str) -> str:
     """What a legend calls a column."""
     if column.startswith(AGE):
-        return f"{column.removeprefix(AGE)} steps"
+        age = column.removeprefix(AGE)
+        return f"{age} step" if age == "1" else f"{age} steps"
     plain = column.removeprefix(REASON).removeprefix(SECONDS).replace("_", " ")
     return LABELS.get(column, plain)
 
@@ -420,12 +429,14 @@ def _folded(columns: tuple[str, ...]) -> "alt.Chart":
     )
 
 
-def _legend(columns: Iterable[str]) -> "alt.Legend | None":
+def _legend(columns: Iterable[str], symbol: str) -> "alt.Legend | None":
     """A legend with the labels of the columns; none where there is one column only."""
     import altair as alt
 
     names = {name: label(name) for name in columns}
-    return alt.Legend(labelExpr=f"{json.dumps(names)}[datum.label]") if len(names) > 1 else None
+    if len(names) == 1:
+        return None
+    return alt.Legend(labelExpr=f"{json.dumps(names)}[datum.label]", symbolType=symbol)
 
 
 def _tooltip(columns: Iterable[str], number: str) -> "list[alt.Tooltip]":
@@ -442,13 +453,16 @@ def _lines(
 ) -> "alt.LayerChart":
     import altair as alt
 
-    x = alt.X("step:Q", axis=alt.Axis(format="d", tickMinStep=1), title="step")
+    step = alt.Axis(format="d", tickMinStep=1)
+    x = alt.X("step:Q", axis=step, scale=alt.Scale(nice=False, padding=8), title="step")
     scale = alt.Scale(type="log") if plan.log else alt.Scale(zero=False)
     shown = _folded(columns)
     if plan.log:  # which has no zero
         shown = shown.transform_filter("datum.value > 0")
-    y = alt.Y("value:Q", title=plan.y, scale=scale, axis=alt.Axis(format=plan.format, tickCount=5))
-    domain, legend = list(columns), _legend(columns)
+    grid = POWERS if plan.log else alt.Undefined
+    axis = alt.Axis(format=plan.format, tickCount=5, gridOpacity=grid)
+    y = alt.Y("value:Q", title=plan.y, scale=scale, axis=axis)
+    domain, legend = list(columns), _legend(columns, "stroke")
     line = shown.mark_line(point=marked).encode(
         x=x,
         y=y,
@@ -502,7 +516,7 @@ def _stack(plan: Stack, colours: Mapping[str, str]) -> "alt.Chart":
                 "series:N",
                 title=None,
                 scale=alt.Scale(domain=list(columns), range=list(colours.values())),
-                legend=_legend(columns),
+                legend=_legend(columns, "square"),
             ),
             order=alt.Order("place:Q"),
             tooltip=_tooltip(columns, plan.format),

@@ -71,8 +71,8 @@ class Response:
             extracted=legible(row["extracted"] or ""),
             ending=ENDINGS.get(row["finish_reason"], row["finish_reason"]),
             length=row["length"],
-            reward="" if row["reward"] is None else f"{row['reward']:+.2f}",
-            advantage="" if row["advantage"] is None else f"{row['advantage']:+.2f}",
+            reward=_signed(row["reward"]),
+            advantage=_signed(row["advantage"]),
         )
 
 
@@ -128,7 +128,7 @@ def render(run: Run) -> str:
     curves = figures.curves(run)
     shown, steps_per_point = figures.thinned(curves)
     drawn, absent = figures.draw(shown)
-    groups, no_groups = _groups(run)
+    groups, no_groups = exhibits(run)
     settings, unreadable = _settings(run)
     script = _script() if drawn else ""
     page = Environment(
@@ -254,13 +254,15 @@ def _tiles(run: Run, curves: pl.DataFrame) -> list[tuple[str, str, str]]:
     held_out = known("held_out")
     if len(held_out):
         best = held_out.sort("held_out", "step", descending=[True, False]).row(0, named=True)
-        ends = dict.fromkeys(f"{held_out['held_out'][i]:.1%}" for i in (0, -1))
+        ends = [f"{value:.1%}" for value in _ends(held_out["held_out"])]
         remark = f"{_measure(run)}; best {best['held_out']:.1%}, after step {best['step']}"
         tiles.append(("Held-out accuracy", " → ".join(ends), remark))
     if len(lengths := known("length")):
-        ends = dict.fromkeys(f"{lengths['length'][i]:.0f}" for i in (0, -1))
+        ends = [f"{value:.0f}" for value in _ends(lengths["length"])]
         cut = known("truncated")["truncated"][-1]
-        tiles.append(("Response length", " → ".join(ends), f"tokens; {cut:.1%} cut at the end"))
+        tiles.append(
+            ("Response length", " → ".join(ends), f"tokens; {cut:.1%} cut in the last step")
+        )
     if groups := total("sampled"):
         share = total("kept") / groups
         tiles.append(("Groups trained on", f"{share:.0%}", f"of {groups:,.0f} groups sampled"))
@@ -274,6 +276,16 @@ def _tiles(run: Run, curves: pl.DataFrame) -> list[tuple[str, str, str]]:
     return tiles
 
 
+def _ends(values: pl.Series) -> list[float]:
+    """The first value and the last, if that is another one."""
+    return values.gather([0, -1] if len(values) > 1 else [0]).to_list()
+
+
+def _signed(number: float | None) -> str:
+    """With its sign, and a minus as wide as the plus; empty where there is none."""
+    return "" if number is None else f"{number:+.2f}".replace("-", "\u2212")
+
+
 def _median(steps: pl.DataFrame) -> float:
     return float(steps["seconds"].median())  # type: ignore[arg-type]
 
@@ -285,20 +297,21 @@ def _measure(run: Run) -> str:
 
 
 def _amount(number: float) -> str:
-    """Such as `12.3 k`."""
+    """Such as `12.3 k`, which no line breaks."""
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= size:
-            return f"{number / size:.3g} {letter}"
+            return f"{number / size:.3g}\u00a0{letter}"
     return f"{number:.0f}"
 
 
 def _duration(seconds: float) -> str:
-    """Such as `1.9 s` or `2 h 5 min`."""
+    """Such as `1.9 s` or `2 h 5 min`, which no line breaks."""
     if seconds < 60:
-        return f"{seconds:.3g} s"
+        return f"{seconds:.3g}\u00a0s"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+    text = f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+    return text.replace(" ", "\u00a0")
 
 
 def _notes(run: Run, curves: pl.DataFrame, absent: Sequence[str]) -> list[str]:
@@ -339,7 +352,7 @@ def _numbers(curves: pl.DataFrame) -> tuple[list[str], list[list[str]]]:
     return ["step", *names], rows
 
 
-def _groups(run: Run) -> tuple[list[Group], list[str]]:
+def exhibits(run: Run) -> tuple[list[Group], list[str]]:
     """A few groups of the newest step that is scored; and which kinds of groups it has none of."""
     step = run.scores.select(pl.col("step").max()).collect().item()
     if step is None:
@@ -357,7 +370,7 @@ def _groups(run: Run) -> tuple[list[Group], list[str]]:
             (pl.col("mean") - 0.5).abs(), maintain_order=True
         ),
         "all wrong": found.filter(pl.col("most") <= 0),
-        "cut at the limit": found.filter(pl.col("cut") > 0).sort(
+        "partly cut at the limit": found.filter(pl.col("cut") > 0).sort(
             "cut", descending=True, maintain_order=True
         ),
     }
@@ -369,7 +382,7 @@ def _groups(run: Run) -> tuple[list[Group], list[str]]:
         if others:
             groups.append(_group(run, kind, step, others[0]))
         elif candidates.is_empty():
-            missing.append(f"No group of step {step} is {kind}.")
+            missing.append(f"Step {step} has no group that is {kind}.")
     return groups, missing
 
 

@@ -26,7 +26,7 @@ PANELS = {
     "Look": (
         *(looking.ls, looking.show, looking.verify),
         *(inspecting.sql, inspecting.samples, inspecting.explain, inspecting.metrics),
-        *(looking.compare, looking.simulate),
+        *(looking.report, looking.compare, looking.simulate),
     ),
     "Stages, each on saved data and without Prefect": map(stages.command, runner.STAGES),
 }
