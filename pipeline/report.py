@@ -19,12 +19,11 @@ import polars as pl
 from pipeline import artifacts, figures, samples
 from pipeline.config import RunConfig, load, parse
 from pipeline.figures import Figure
-from pipeline.loop import CONFIG
+from pipeline.mirror import CONFIG, ORIGIN, REPORT
 from pipeline.read import Place, Run
 from pipeline.samples import Wanted
 from stages.errors import InputError
 
-REPORT = "report.html"
 SECTIONS = {
     "learning": "Learning",
     "sampling": "Dynamic sampling",
@@ -104,8 +103,12 @@ class Setting:
 
 
 def default_path(run: Run) -> Path:
-    """Where the report of a run goes: beside its artifacts."""
-    return run.directory / REPORT
+    """Where the report of a run goes: beside its artifacts; of a run in a store, to where we are.
+
+    For what is here of a store is a mirror, where nobody looks.
+    """
+    stored = (run.directory / ORIGIN).is_file()
+    return Path(f"{run.name}.html") if stored else run.directory / REPORT
 
 
 def write(run: Run, out: Path) -> int:
