@@ -12,7 +12,7 @@ import polars as pl
 import pytest
 from browser import Opened, Watched
 
-from pipeline import cli, figures, report, runs
+from pipeline import cli, figures, garbage, report, runs
 from pipeline.read import Run, run
 from stages import tables
 
@@ -232,7 +232,7 @@ def test_long_texts_lose_their_middle_and_control_characters_are_marked() -> Non
     assert report.legible("a\tb\n\x1b\u202e") == "a\tb\n��"
 
 
-def test_the_command_writes_beside_the_run_and_verify_agrees(
+def test_the_command_writes_beside_a_run_and_of_a_store_to_where_we_are(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def dapo(*arguments: str) -> tuple[int, str]:
@@ -246,8 +246,15 @@ def test_the_command_writes_beside_the_run_and_verify_agrees(
     code, shown = dapo("report", "small")
     assert code == 0 and str(small / "report.html") in shown
     assert dapo("report", "small")[0] == 0  # again: it is replaced
-    assert runs.verify(small)[1] == []
+    assert runs.verify(small)[1] == [] and garbage.find(small).unknown == []
     assert dapo("report", "small", "--out", str(tmp_path / "a.html"))[0] == 0
     assert (tmp_path / "a.html").read_text() == (small / "report.html").read_text()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DAPO_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("DAPO_DATA", small.parents[1].as_uri())  # the same as a store
+    code, shown = dapo("report", "small")
+    assert code == 0 and words((tmp_path / "small.html").read_text()) == words(
+        (tmp_path / "a.html").read_text()
+    )
     code, shown = dapo("report", "small", "--out", str(tmp_path / "nowhere/a.html"))
     assert code == 2 and "expected the name of a file" in shown
