@@ -17,15 +17,15 @@ from pipeline import artifacts, environment, runs
 from pipeline.artifacts import RECORD, UPLOADED, Artifact
 from pipeline.config import Schedule, parse
 from pipeline.loop import Round, step_name
-from pipeline.mirror import CONFIG, LATEST, LEDGER, ORIGIN, Mirror
+from pipeline.mirror import CONFIG, LATEST, LEDGER, ORIGIN, REPORT, Mirror
 
 DAY_S = 86_400
 DRAFT = re.compile(r"\.draft-.+-\d+")
 PARTIAL = re.compile(r"\.partial-(?P<artifact>.+)-(?P<recipe>[0-9a-f]{12})")
 PLACE = re.compile(r"step_\d{4,}|round_\d+")  # directories that hold artifacts
 VARIANT = re.compile(r".+\.variant-\d+")
-OF_THE_RUN = {".lock", CONFIG, LATEST, LEDGER, ORIGIN, "tracker"}
-CUT_OFF = {str(Path(name).with_suffix(".partial")) for name in (RECORD, CONFIG, LATEST)}
+OF_THE_RUN = {".lock", CONFIG, LATEST, LEDGER, ORIGIN, REPORT, "tracker"}
+CUT_OFF = {str(Path(name).with_suffix(".partial")) for name in (RECORD, CONFIG, LATEST, REPORT)}
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from pipeline.storage import Store
 from stages.errors import InputError
 
 CONFIG, LATEST, LEDGER = "config.yaml", "latest", "tracker.json"
+REPORT = "report.html"  # that somebody had written of a run; no part of it
 ORIGIN = ".store"  # in a run's mirror: the URL of the run
 RUNS = "runs"
 

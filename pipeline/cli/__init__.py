@@ -28,7 +28,7 @@ PANELS: dict[str, Iterable[Callable[..., None]]] = {
     "Look": (
         *(looking.ls, looking.show, lineage.lineage, looking.verify),
         *(inspecting.sql, inspecting.samples, inspecting.explain, inspecting.metrics),
-        *(looking.compare, looking.simulate),
+        *(looking.report, looking.compare, looking.simulate),
     ),
     "Stages, each on saved data and without Prefect": map(stages.command, runner.STAGES),
 }

@@ -93,6 +93,26 @@ def verify(run: Run, json_: Json = False) -> None:
         raise typer.Exit(1)
 
 
+def report(
+    run: Run,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Default: report.html in the run's directory; of a store: RUN.html."),
+    ] = None,
+) -> None:
+    """Write a run as one HTML page that needs no network: charts, responses, settings, artifacts.
+
+    Example: dapo report demo --out demo.html
+    """
+    from pipeline import mirror, read, runs
+    from pipeline import report as reporting
+
+    found = read.run(runs.find(run, mirror.tables))
+    path = out or reporting.default_path(found)
+    size = reporting.write(found, path)
+    say(f"{path}  {size / 1e6:.2f} MB")
+
+
 def compare(
     a: Annotated[str, typer.Argument(help="A run, or made by score.", metavar="A")],
     b: Annotated[str, typer.Argument(help="The same.", metavar="B")],
