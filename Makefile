@@ -7,15 +7,21 @@ UV := $(BIN)/uv
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 TORCH := $(if $(UV_FIND_LINKS),,--torch-backend=cpu)
 
-.PHONY: demo test lint bench lock clean
+.PHONY: demo test browser lint bench lock clean
 
 demo: .venv/installed
 	$(BIN)/dapo train experiment=demo
 
 # a thread for each of two processes: OpenMP threads that outnumber the cores wait for each other
 # files in their order: the slow ones, of the pipeline, come first
-test: .venv/installed lint
+test: .venv/installed browser lint
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+# for the tests of pages, on a Debian or Ubuntu that has none; elsewhere one has to be there
+browser:
+	@command -v chromium || command -v chromium-browser || command -v google-chrome || { \
+	  sudo=; [ "$$(id -u)" = 0 ] || sudo=sudo; \
+	  $$sudo apt-get update && $$sudo apt-get install --yes --no-install-recommends chromium; }
 
 lint: .venv/installed
 	$(BIN)/ruff check .
