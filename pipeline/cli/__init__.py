@@ -24,7 +24,7 @@ app = typer.Typer(
 PANELS = {
     "Make": (training.train, training.rerun, training.config),
     "Look": (
-        *(looking.ls, looking.show, looking.verify),
+        *(looking.ls, looking.view, looking.show, looking.verify),
         *(inspecting.sql, inspecting.samples, inspecting.explain, inspecting.metrics),
         *(looking.compare, looking.simulate),
     ),

@@ -1,0 +1,567 @@
+"""What the page asks of a data root: runs, curves, responses, groups, tokens. It only reads.
+
+A row per response, without texts and token ids, is kept in memory (some 70 bytes each); what else
+is shown is read from the files of the steps that it lies in.
+"""
+
+import hashlib
+import socket
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from datetime import datetime
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+import polars as pl
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+import yaml
+
+from pipeline import read, sql, story
+from pipeline.artifacts import RECORD
+from pipeline.loop import CONFIG
+from pipeline.read import Place, Run, asked
+from stages.errors import InputError
+
+SAMPLED = ("response_id", "group_id", "prompt_id", "sample", "length", "finish_reason")
+JUDGED = ("verdict", "acc", "reward")
+WORDS = ("task", "verdict", "finish_reason", "decision", "reason")  # columns of a few words each
+SORTED_BY = ("step", "length", "reward", "acc", "sample", *WORDS)
+TEXTS_KEPT = 8  # results of searches, for the next page of the same
+SHOWN_LETTERS = 240  # of a text in the table
+SQL_ROWS, SQL_SECONDS, SQL_MEMORY = 1_000, 60.0, "4GB"  # of one query on the page
+
+
+@dataclass(frozen=True)
+class Filters:
+    """Which responses; empty or None: any. Ranges include both of their ends."""
+
+    step_from: int | None = None
+    step_to: int | None = None
+    task: tuple[str, ...] = ()
+    verdict: tuple[str, ...] = ()
+    finish_reason: tuple[str, ...] = ()
+    decision: tuple[str, ...] = ()
+    reward_from: float | None = None
+    reward_to: float | None = None
+    length_from: int | None = None
+    length_to: int | None = None
+    text: str = ""  # found anywhere in the response, letter by letter
+
+    @classmethod
+    def of(cls, given: Mapping[str, Sequence[str]]) -> "Filters":
+        """From a query string, as `parse_qs` reads it. Other names in it are left alone.
+
+        Raises `InputError` for a number that is none.
+        """
+        return cls(**{f.name: _value(f.name, f.type, given[f.name]) for f in fields(cls)
+                      if f.name in given})  # fmt: skip
+
+    def query(self) -> dict[str, list[str]]:
+        """As a query string has it; what is not asked for is left out."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {
+            name: [str(item) for item in (value if isinstance(value, tuple) else (value,))]
+            for name, value in values.items()
+            if value not in (None, "", ())
+        }
+
+    def predicates(self) -> list[pl.Expr]:
+        """What must hold of a row of the index; `text` is looked for in the files."""
+        ranges = {
+            "step": (self.step_from, self.step_to),
+            "reward": (self.reward_from, self.reward_to),
+            "length": (self.length_from, self.length_to),
+        }
+        words = {name: getattr(self, name) for name in WORDS if hasattr(self, name)}
+        return [
+            *(pl.col(name) >= low for name, (low, _) in ranges.items() if low is not None),
+            *(pl.col(name) <= high for name, (_, high) in ranges.items() if high is not None),
+            *(_one_of(name, chosen) for name, chosen in words.items() if chosen),
+        ]
+
+
+def _value(name: str, kind: object, given: Sequence[str]) -> Any:
+    if get_origin(kind) is tuple:
+        return tuple(given)
+    if kind is str:
+        return given[-1]
+    number = next(each for each in get_args(kind) if each is not type(None))
+    try:
+        return number(given[-1])
+    except ValueError:
+        expected = "a whole number" if number is int else "a number"
+        raise InputError(f"{name}={given[-1]}: expected {expected}") from None
+
+
+def _one_of(name: str, chosen: tuple[str, ...]) -> pl.Expr:
+    """`-` stands for null: not judged, not decided yet."""
+    words = [word for word in chosen if word != "-"]
+    found = pl.col(name).cast(pl.String).is_in(words)
+    return found | pl.col(name).is_null() if "-" in chosen else found
+
+
+@dataclass(frozen=True)
+class Order:
+    """The column that rows are sorted by; None: as the run made them."""
+
+    column: str | None = None
+    descending: bool = False
+
+
+@dataclass(frozen=True)
+class Page:
+    """Some rows of a table, and how many there are in all."""
+
+    rows: list[dict[str, Any]]
+    total: int
+
+
+class Snapshot:
+    """What a run had published at one moment; its index is made when it is first asked for."""
+
+    def __init__(self, directory: Path, mark: str, before: "Snapshot | None") -> None:
+        self.mark, self.run = mark, read.run(directory)
+        self._before, self._index, self._making = before, None, threading.Lock()
+        self._parts: dict[tuple[str, ...], pl.DataFrame] = {}
+        self._searched = lru_cache(TEXTS_KEPT)(self._search)
+
+    @property
+    def index(self) -> pl.DataFrame:
+        """A row per response in the run's order, without text and tokens."""
+        with self._making:
+            if self._index is None:
+                self._index = _with_fate(self.run, [*self._rounds()])
+                self._before = None
+            return self._index
+
+    def _rounds(self) -> Iterator[pl.DataFrame]:
+        """Each round's responses; those that the snapshot before knew are not read again."""
+        known = self._before._parts if self._before else {}
+        for place, artifact in self.run.found:
+            if place.stage != "rollout":
+                continue
+            score = self.run.artifact(place._replace(stage="score"))
+            key = (str(place), artifact.digest, score.digest if score else "")
+            self._parts[key] = known[key] if key in known else _round(self.run, place)
+            yield self._parts[key]
+
+    def find(self, wanted: Filters) -> pl.DataFrame:
+        """The rows of the index that are so, in the run's order."""
+        rows = self.index.filter(*wanted.predicates())
+        if not wanted.text:
+            return rows
+        first, last = (rows["step"].min(), rows["step"].max())
+        found = self._searched(wanted.text, first, last)
+        return rows.join(found, on=["step", "round", "response_id"], how="semi",
+                         maintain_order="left")  # fmt: skip
+
+    def _search(self, text: str, first: int, last: int) -> pl.DataFrame:
+        contains = pl.col("text").str.contains(text, literal=True)
+        in_steps = pl.col("step").is_between(first, last)
+        found = self.run.rollouts.filter(in_steps).filter(contains)
+        return found.select("step", "round", "response_id").collect()
+
+    def page(
+        self, wanted: Filters, *, first: int = 0, rows: int = 25, order: Order | None = None
+    ) -> Page:
+        """Some of the responses that are so, each with the head of its text."""
+        found = _sorted(self.find(wanted), order or Order())
+        shown = found.slice(first, rows)
+        texts = _of_these(self.run.rollouts, shown, "response_id").select(
+            "step", "response_id", pl.col("text").str.slice(0, SHOWN_LETTERS)
+        )
+        joined = shown.join(texts.collect(), on=["step", "response_id"], how="left",
+                            maintain_order="left")  # fmt: skip
+        return Page(joined.to_dicts(), len(found))
+
+    def words(self) -> dict[str, list[str]]:
+        """The values that the columns of few values have, the most frequent first."""
+        return {name: _words(self.index[name]) for name in WORDS}
+
+    def group(self, group_id: str) -> list[dict[str, Any]]:
+        """All responses of a group by their number, with prompt, reward parts and advantage.
+
+        Raises `InputError` if there is no such group.
+        """
+        rows = self.index.filter(pl.col("group_id") == group_id)
+        if rows.is_empty():
+            raise InputError(f"run '{self.run.name}' sampled no group '{group_id}'")
+        texts = _of_these(self.run.rollouts, rows, "group_id")
+        scores = _of_these(self.run.scores, rows, "response_id")
+        batch = self.run.batch.filter(
+            pl.col("step").is_in(rows["decided_in"].drop_nulls().unique().to_list()),
+            pl.col("group_id") == group_id,
+        )
+        prompts = self.run.prompts.filter(pl.col("prompt_id") == rows["prompt_id"][0])
+        joined = (
+            rows.lazy()
+            .join(texts.select("response_id", "text", "temperature", "policy"), on="response_id")
+            .join(
+                scores.select("response_id", "extracted", "penalty", "^part_.*$"),
+                on="response_id",
+                how="left",
+            )
+            .join(
+                batch.select("response_id", "advantage", "age"), on="response_id", how="left"
+            )
+            .join(
+                prompts.select("prompt_id", "answer", "meta", prompt=asked()),
+                on="prompt_id",
+                how="left",
+            )
+        )
+        return joined.sort("sample").collect().to_dicts()
+
+    def response(self, response_id: str) -> "Response":
+        """One response and what is known of each of its tokens.
+
+        Raises `InputError` if there is no such response.
+        """
+        rows = self.index.filter(pl.col("response_id") == response_id)
+        if rows.is_empty():
+            raise InputError(f"run '{self.run.name}' sampled no response '{response_id}'")
+        row = rows.row(0, named=True)
+        place = Place(row["step"], row["round"], "rollout", None)
+        sampled = _of_these(self.run.rollouts, rows, "response_id").collect().row(0, named=True)
+        chapters = story.tell(self.run.directory, response_id)
+        advantages = [c.facts["advantage"] for c in chapters if "advantage" in c.facts]
+        trained = [chapter for chapter in chapters if chapter.rows]
+        if trained:
+            return Response(row, chapters, trained[-1].title, _columns(trained[-1].rows, advantages))
+        made = self.run.artifact(place)
+        policy = made.sources.get("policy") if made else None
+        pieces = story.decoder(policy)(sampled["response_ids"]) if policy else []
+        tokens = [
+            {"position": i, "token": token, "piece": pieces[i] if pieces else "",
+             "sampler_logprob": logprob}
+            for i, (token, logprob) in enumerate(
+                zip(sampled["response_ids"], sampled["sampler_logprobs"], strict=True)
+            )
+        ]  # fmt: skip
+        return Response(row, chapters, "as it was sampled", _columns(tokens, advantages))
+
+    def write(self, wanted: Filters, path: Path) -> int:
+        """Write the responses that are so, with all that is known of them, as one Parquet file.
+
+        Returns the number of rows. A step at a time is in memory.
+        """
+        found = self.find(wanted)
+        steps = found["step"].unique(maintain_order=True).to_list()
+        prompts = self.run.prompts.select("prompt_id", "answer", "meta").collect()
+        with _Writer(path) as writer:
+            for step in steps:
+                rows = found.filter(pl.col("step") == step)
+                writer.add(_whole(self.run, rows, prompts))
+            if not steps:
+                writer.add(_whole(self.run, found, prompts))
+        return len(found)
+
+
+@dataclass(frozen=True)
+class Response:
+    """A response: its row of the index, its story, and its tokens, a list per column."""
+
+    row: dict[str, Any]
+    chapters: list[story.Chapter]
+    source: str  # of the figures of its tokens
+    tokens: dict[str, list[Any]]
+
+
+class Library:
+    """The runs below a data root, or one of them alone. Nothing outside is found."""
+
+    def __init__(self, root: Path, only: Path | None = None) -> None:
+        self.root, self.only = root.resolve(), only and only.resolve()
+        self._snapshots: dict[str, Snapshot] = {}
+        self._rows: dict[str, tuple[str, dict[str, Any]]] = {}
+        self._loading = threading.Lock()
+
+    def names(self) -> list[str]:
+        """Of the runs, the one begun last first."""
+        if self.only is not None:
+            return [self.only.name]
+        runs = self.root / "runs"
+        begun = [
+            (file.stat().st_mtime, file.parent.name)
+            for file in runs.glob(f"*/{CONFIG}")
+            if self._inside(file.parent)
+        ]
+        return [name for _, name in sorted(begun, reverse=True)]
+
+    def directory(self, name: str) -> Path:
+        """Of a run. Raises `InputError` for what is no run below the root, links included."""
+        if self.only is not None and name == self.only.name:
+            return self.only
+        path = self.root / "runs" / name
+        plain = name not in ("", ".", "..") and Path(name).name == name and "\0" not in name
+        if self.only is None and plain and self._inside(path) and (path / CONFIG).is_file():
+            return path
+        raise InputError(f"there is no run {name!r} here")
+
+    def _inside(self, path: Path) -> bool:
+        return path.resolve().is_relative_to(self.root)
+
+    def mark(self, name: str) -> str:
+        """Changes when the run has published something else; costs a look at its records."""
+        return _mark(self.directory(name))
+
+    def marks(self) -> dict[str, str]:
+        """The mark of every run."""
+        return {name: self.mark(name) for name in self.names()}
+
+    def snapshot(self, name: str) -> Snapshot:
+        """What the run has published by now; the one before, if it is the same.
+
+        Raises `InputError` if there is no such run, or a record cannot be read.
+        """
+        directory = self.directory(name)
+        mark = _mark(directory)
+        with self._loading:
+            before = self._snapshots.get(name)
+            if before is None or before.mark != mark:
+                self._snapshots[name] = Snapshot(directory, mark, before)
+            return self._snapshots[name]
+
+    def overview(self) -> list[dict[str, Any]]:
+        """A row per run: name, state, steps, accuracy, held-out accuracy, responses, when."""
+        return [self._row(name) for name in self.names()]
+
+    def _row(self, name: str) -> dict[str, Any]:
+        directory, mark = self.directory(name), self.mark(name)
+        if self._rows.get(name, ("",))[0] != mark:
+            self._rows[name] = (mark, _facts(self.snapshot(name).run))
+        row = self._rows[name][1]
+        return {**row, "state": _state(directory, row)}
+
+    def curves(self, names: Sequence[str]) -> dict[str, pl.DataFrame]:
+        """The figures of each step of each of these runs."""
+        return {name: self.snapshot(name).run.curves.collect() for name in names}
+
+    def ask(self, query: str, names: Sequence[str]) -> tuple[list[str], list[dict[str, Any]]]:
+        """The columns of a query's result, and its first `SQL_ROWS` + 1 rows.
+
+        Raises `InputError` with DuckDB's message, and for what takes longer than `SQL_SECONDS`.
+        """
+        with self._connected(query, names) as connection:
+            result = sql.ask(connection, query)
+            return sql.names_of(result), sql.rows_of(result, SQL_ROWS + 1)
+
+    def write(self, query: str, names: Sequence[str], path: Path) -> int:
+        """Write a query's whole result as one Parquet file; returns the number of rows."""
+        with self._connected(query, names) as connection:
+            return sql.write_parquet(connection, query, path)
+
+    def _connected(self, query: str, names: Sequence[str]) -> "_Limited":
+        found = [self.snapshot(name).run for name in names]
+        return _Limited(sql.connect(found, root=self.root, query=query, memory=SQL_MEMORY))
+
+
+class _Limited:
+    """A connection that is interrupted when its time is over."""
+
+    def __init__(self, connection: Any) -> None:
+        self.connection = connection
+        self.timer = threading.Timer(SQL_SECONDS, connection.interrupt)
+
+    def __enter__(self) -> Any:
+        self.timer.start()
+        return self.connection
+
+    def __exit__(self, *_: object) -> None:
+        self.timer.cancel()
+        self.connection.close()
+
+
+class _Writer:
+    """One Parquet file, of frames of one schema."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.writer = path, None
+
+    def __enter__(self) -> "_Writer":
+        return self
+
+    def add(self, frame: pl.DataFrame) -> None:
+        table: pa.Table = frame.to_arrow()
+        if self.writer is None:
+            self.writer = pq.ParquetWriter(self.path, table.schema, compression="zstd")
+        self.writer.write_table(table)
+
+    def __exit__(self, *_: object) -> None:
+        if self.writer is not None:
+            self.writer.close()
+
+
+def library(target: str | None, default: Path) -> Library:
+    """The runs below a data root, or one run alone: by its name below `default`, or its directory.
+
+    Raises `InputError` if it is neither.
+    """
+    if target is None:
+        return Library(default)
+    for path in (Path(target), default / "runs" / target):
+        if (path / CONFIG).is_file():
+            return Library(path.resolve(), only=path)
+    if (Path(target) / "runs").is_dir():
+        return Library(Path(target))
+    raise InputError(
+        f"'{target}' is neither a data root (a directory with runs/) nor a run; `dapo ls` lists runs"
+    )
+
+
+def _mark(directory: Path) -> str:
+    """One for equal records: their paths, sizes and times of change."""
+    digest = hashlib.sha256()
+    for path in sorted(directory.rglob(RECORD)):
+        try:
+            stat = path.stat()
+        except FileNotFoundError:  # replaced at this moment
+            continue
+        digest.update(f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
+    return digest.hexdigest()
+
+
+def _facts(run: Run) -> dict[str, Any]:
+    """What a run has come to, by its records."""
+    found = [(place, artifact) for place, artifact in run.found if place.variant is None]
+
+    def newest(stage: str, metric: str) -> float | None:
+        values = [
+            value
+            for place, artifact in found
+            if place.stage == stage
+            for name, value in artifact.metrics.items()
+            if name.startswith(metric) and value is not None
+        ]
+        return float(values[-1]) if values else None
+
+    rollouts = [artifact for place, artifact in found if place.stage == "rollout"]
+    started = [str(artifact.record["started"]) for _, artifact in found]
+    evaluated = [place.step for place, _ in found if place.stage == "evaluate"]
+    return {
+        "run": run.name,
+        "steps": sum(place.stage == "update" for place, _ in found),
+        "planned": _planned(run.directory),
+        "acc": newest("score", "acc"),
+        "held_out": newest("evaluate", "avg@"),
+        "evaluated": max((step for step in evaluated if step is not None), default=None),
+        "responses": sum(a.record["rows"].get("rollouts", 0) for a in rollouts),
+        "when": max(started, default=None),
+    }
+
+
+def _planned(directory: Path) -> int | None:
+    """The steps that the settings ask for; None where they say nothing."""
+    try:
+        settings = yaml.safe_load((directory / CONFIG).read_text())
+    except (OSError, yaml.YAMLError):
+        return None
+    schedule = settings.get("schedule") if isinstance(settings, dict) else None
+    steps = schedule.get("steps") if isinstance(schedule, dict) else None
+    return steps if isinstance(steps, int) else None
+
+
+def _state(directory: Path, row: Mapping[str, Any]) -> str:
+    """running: a process of this machine owns it; finished: all steps are made; else unfinished."""
+    if _owned(directory / ".lock"):
+        return "running"
+    planned = row["planned"]
+    done = planned is not None and row["steps"] >= planned and (row["evaluated"] or 0) >= planned
+    return "finished" if done else "unfinished"
+
+
+def _owned(lock: Path) -> bool:
+    """Whether the process that wrote the lock still holds it open; the lock itself is not tried."""
+    try:
+        words = lock.read_text().split()
+        if len(words) != 4 or words[3] != socket.gethostname():
+            return False
+        process = psutil.Process(int(words[1]))
+        return str(lock.resolve()) in {file.path for file in process.open_files()}
+    except psutil.AccessDenied:  # somebody else's, and alive
+        return True
+    except (OSError, ValueError, psutil.NoSuchProcess):
+        return False
+
+
+def _round(run: Run, place: Place) -> pl.DataFrame:
+    """The responses of one round, judged as far as they are."""
+    here = (pl.col("step") == place.step) & (pl.col("round") == place.round)
+    sampled = run.rollouts.filter(here).select("step", "round", *SAMPLED).collect()
+    scores = run.scores.filter(here).select("response_id", *JUDGED).collect()
+    joined = sampled.join(scores, on="response_id", how="left", maintain_order="left")
+    return joined.with_columns(pl.col("verdict", "finish_reason").cast(pl.Categorical))
+
+
+def _with_fate(run: Run, rounds: list[pl.DataFrame]) -> pl.DataFrame:
+    """The responses of all rounds, with the last decision on their groups, and their tasks."""
+    groups = run.groups.select("group_id", "decision", "reason", "step").collect()
+    fate = groups.group_by("group_id").agg(
+        pl.col("decision", "reason").sort_by("step").last(), decided_in=pl.col("step").max()
+    )
+    few = pl.col("decision", "reason").cast(pl.Categorical)
+    task = run.prompts.select("prompt_id", pl.col("task").cast(pl.Categorical)).collect()
+    if not rounds:
+        rounds = [_round(run, Place(0, 0, "rollout", None))]
+    return (
+        pl.concat(rounds)
+        .join(fate.with_columns(few), on="group_id", how="left", maintain_order="left")
+        .join(task, on="prompt_id", how="left", maintain_order="left")
+    )
+
+
+def _sorted(rows: pl.DataFrame, order: Order) -> pl.DataFrame:
+    """Equal ones stay in the run's order. Raises `InputError` for a column that is not offered."""
+    if order.column is None:
+        return rows
+    if order.column not in SORTED_BY:
+        raise InputError(f"cannot sort by {order.column!r}; by one of {', '.join(SORTED_BY)}")
+    key = pl.col(order.column)
+    words = order.column in WORDS
+    return rows.sort(
+        key.cast(pl.String) if words else key,
+        descending=order.descending,
+        nulls_last=True,
+        maintain_order=True,
+    )
+
+
+def _words(column: pl.Series) -> list[str]:
+    counts = column.value_counts(sort=True).get_column(column.name).cast(pl.String)
+    return [word if word is not None else "-" for word in counts]
+
+
+def _of_these(frame: pl.LazyFrame, rows: pl.DataFrame, key: str) -> pl.LazyFrame:
+    """The rows with the same key; only the files of their steps are opened."""
+    steps, ids = rows["step"].unique().to_list(), rows[key].unique().to_list()
+    return frame.filter(pl.col("step").is_in(steps)).filter(pl.col(key).is_in(ids))
+
+
+def _whole(run: Run, rows: pl.DataFrame, prompts: pl.DataFrame) -> pl.DataFrame:
+    """These responses with all columns of `responses`."""
+    fate = rows.select("step", "round", "response_id", "decision", "reason", "decided_in", "task")
+    keys = ["step", "round", "response_id"]
+    sampled = run.rollouts.filter(pl.col("step").is_in(rows["step"].unique().to_list()))
+    scores = run.scores.filter(pl.col("step").is_in(rows["step"].unique().to_list()))
+    words = pl.col("decision", "reason", "task").cast(pl.String)
+    return (
+        sampled.join(fate.lazy().with_columns(words), on=keys, maintain_order="left")
+        .join(scores, on=keys, how="left", maintain_order="left")
+        .join(prompts.lazy(), on="prompt_id", how="left", maintain_order="left")
+        .collect()
+    )
+
+
+def _columns(rows: list[dict[str, Any]], advantages: list[float]) -> dict[str, list[Any]]:
+    """A list per column; the advantage, where it was trained on, is that of all its tokens."""
+    columns = {name: [row[name] for row in rows] for name in (rows[0] if rows else ())}
+    return columns | ({"advantage": [advantages[-1]] * len(rows)} if advantages else {})
+
+
+def when(started: str | None) -> str:
+    """A record's time as people of this place read it."""
+    return datetime.fromisoformat(started).astimezone().strftime("%Y-%m-%d %H:%M") if started else ""
