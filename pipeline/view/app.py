@@ -4,15 +4,16 @@ NiceGUI keeps the state on the server and draws in the browser; all that it need
 What a model wrote gets onto a page as a text node, or through `heat.html`, which escapes it.
 """
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlencode
 
 import polars as pl
-from nicegui import run as off
 from nicegui import ui
 from nicegui.elements.table import Table
 from starlette.requests import Request
@@ -44,69 +45,14 @@ ICON = (
     '<rect width="32" height="32" rx="7" fill="#4c6ef5"/>'
     '<path d="M6 22 L13 14 L18 18 L26 9" fill="none" stroke="#fff" stroke-width="3"/></svg>'
 )
-FIRST_QUERY = "select verdict, count(*) as responses, avg(length) as length\nfrom responses\ngroup by verdict"
-STYLE = """
-:root { --line: rgba(134, 142, 150, .25); --soft: rgba(134, 142, 150, .09); --dim: #6c757d;
-        --card: #fff; color-scheme: light }
-.body--dark { --dim: #9aa4ae; --card: #202327; color-scheme: dark }
-body { font-family: system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; font-size: 14px;
-       background: #f7f8fa }
-body.body--dark { background: #17191c }
-.nicegui-content { max-width: 1320px; margin: 0 auto; padding: 20px 16px 48px; gap: 16px;
-                   align-items: stretch; width: 100% }
-.q-header { background: var(--card) !important; color: inherit !important;
-            border-bottom: 1px solid var(--line); padding: 0 }
-.body--light .q-header { color: #212529 !important }
-.bar { max-width: 1320px; width: 100%; margin: 0 auto; padding: 8px 16px; gap: 4px 18px;
-       display: flex; align-items: center; flex-wrap: wrap }
-.bar a { color: inherit; text-decoration: none; padding: 4px 0; border-bottom: 2px solid transparent }
-.bar a.here { border-color: #4c6ef5 }
-.bar .name { font-weight: 650; letter-spacing: -.01em }
-.bar .live { margin-left: auto; color: var(--dim); font-size: 12px }
-.panel { background: var(--card); border: 1px solid var(--line); border-radius: 10px;
-         padding: 14px 16px; min-width: 0; width: 100% }
-.title { font-size: 20px; font-weight: 650; letter-spacing: -.01em; overflow-wrap: anywhere }
-.label { color: var(--dim); font-size: 12px }
-.grid { display: grid; gap: 16px; grid-template-columns: repeat(auto-fill, minmax(min(100%, 380px), 1fr));
-        width: 100% }
-.cards { display: grid; gap: 12px; grid-template-columns: repeat(auto-fill, minmax(min(100%, 290px), 1fr));
-         width: 100% }
-.grid .wide { grid-column: 1 / -1 }
-.filters { display: grid; gap: 6px 18px; grid-template-columns: repeat(auto-fill, minmax(150px, 1fr));
-           width: 100%; align-items: end }
-.filters .wide { grid-column: 1 / -1 }
-.range { display: flex; gap: 8px; align-items: end } .range > * { flex: 1; min-width: 0 }
-.facts { display: flex; flex-wrap: wrap; gap: 6px 22px }
-.facts div { min-width: 0 } .facts .value { overflow-wrap: anywhere;
-         font-variant-numeric: tabular-nums }
-.text { white-space: pre-wrap; overflow-wrap: anywhere; line-height: 1.5;
-        font-family: ui-monospace, "SF Mono", Menlo, Consolas, monospace; font-size: 13px }
-.scrolls { max-height: 320px; overflow: auto; background: var(--soft); border-radius: 6px;
-           padding: 8px 10px }
-.tokens { line-height: 1.9 } .token { border-radius: 3px; padding: 2px 0 }
-.token:hover { outline: 1px solid #4c6ef5 }
-.chip { display: inline-block; padding: 1px 8px; border-radius: 9px; font-size: 12px;
-        background: var(--soft); white-space: nowrap }
-.is-right, .is-finished, .is-kept { background: rgba(43, 138, 62, .16) }
-.is-wrong { background: rgba(224, 49, 49, .15) }
-.is-partial, .is-running, .is-carried { background: rgba(240, 140, 0, .18) }
-.is-no_answer, .is-truncated, .is-timeout { background: rgba(112, 72, 232, .15) }
-.q-table__container { width: 100% } .q-table__bottom { min-height: 36px }
-.q-table { font-variant-numeric: tabular-nums } .q-table__card { background: transparent }
-.q-table th { color: var(--dim); font-weight: 500 } .q-table a, a.plain { color: #4c6ef5; text-decoration: none }
-.body--dark .q-table a, .body--dark a.plain { color: #91a7ff }
-.q-table td.excerpt { white-space: normal; min-width: 260px; max-width: 460px }
-.excerpt div { display: -webkit-box; -webkit-box-orient: vertical; -webkit-line-clamp: 2;
-               overflow: hidden; overflow-wrap: anywhere }
-.clicks tbody tr { cursor: pointer }
-.error { color: #e03131; white-space: pre-wrap; overflow-wrap: anywhere;
-         font-family: ui-monospace, Menlo, Consolas, monospace; font-size: 13px }
-.nicegui-codemirror { border: 1px solid var(--line); border-radius: 6px; height: 132px; overflow: hidden;
-                      width: 100% }
-.body--dark .cm-gutters { background: transparent }
-"""
-CHIP = """<q-td :props="props"><span class="chip" :class="'is-' + props.value">{{ props.value }}</span>
-          <span class="label" v-if="props.row.reason && props.col.name == 'decision'">{{ props.row.reason }}</span></q-td>"""
+FIRST_QUERY = (
+    "select verdict, count(*) as responses, avg(length) as length\nfrom responses\ngroup by verdict"
+)
+STYLE = Path(__file__).with_name("style.css")
+CHIP = """<q-td :props="props">
+<span class="chip" :class="'is-' + props.value">{{ props.value }}</span>
+<span class="label" v-if="props.col.name == 'decision' && props.row.reason">
+{{ props.row.reason }}</span></q-td>"""
 LINK = '<q-td :props="props"><a :href="props.row.link" @click.stop>{{ props.value }}</a></q-td>'
 EXCERPT = '<q-td :props="props" class="excerpt"><div>{{ props.value }}</div></q-td>'
 
@@ -135,31 +81,46 @@ def build(library: Library) -> None:
 
 async def runs_page(library: Library, given: Given) -> None:
     """All runs, and the curves of those that are chosen."""
-    marks = await off.io_bound(library.marks)
-    overview = await off.io_bound(library.overview)
+    marks = await asyncio.to_thread(library.marks)
+    overview = await asyncio.to_thread(library.overview)
     names = [row["run"] for row in overview]
     chosen = [library.directory(name).name for name in given.get("run", [])] or names[:1]
-    curves = await off.io_bound(library.curves, chosen)
+    curves = await asyncio.to_thread(library.curves, chosen)
     with frame("runs", given) as switch:
         if not names:
             ui.label("There are no runs here yet.").classes("title")
             ui.label("Start one with: dapo train experiment=demo").classes("label")
         with ui.column().classes("panel"):
             table = runs_table(overview, chosen)
-        title = ui.label(", ".join(chosen)).classes("title")
+
+        @ui.refreshable
+        def legend() -> None:
+            with ui.element("div").classes("head left title"):
+                for i, name in enumerate(chosen):
+                    with ui.element("div"):
+                        if len(chosen) > 1:
+                            ui.element("span").classes("dot").style(
+                                f"background: {charts.colour(i)}"
+                            )
+                        ui.label(name).style("display: inline")
+
+        legend()
         drawn = []
         with ui.element("div").classes("grid"):
             for panel in charts.PANELS:
                 size = " wide" if panel.stacked else ""
                 with ui.column().classes(f"panel{size}").style("gap: 4px"):
-                    ui.label(panel.title)
+                    with ui.element("div").classes("head left"):
+                        ui.label(panel.title)
+                        lines = ui.label(charts.lines(panel, len(chosen))).classes("label")
                     chart = ui.echart(charts.options(panel, curves)).style("height: 220px")
-                    drawn.append((panel, chart))
+                    drawn.append((panel, chart, lines))
 
         async def draw() -> None:
-            found = await off.io_bound(library.curves, chosen)
-            title.set_text(", ".join(chosen))
-            for panel, chart in drawn:
+            found = await asyncio.to_thread(library.curves, chosen)
+            legend.refresh()
+            for panel, chart, lines in drawn:
+                lines.set_text(charts.lines(panel, len(chosen)))
                 chart.options.clear()
                 chart.options.update(charts.options(panel, found))
                 chart.update()
@@ -174,10 +135,10 @@ async def runs_page(library: Library, given: Given) -> None:
         known = [marks]
 
         async def news() -> bool:
-            rows = [run_row(row) for row in await off.io_bound(library.overview)]
+            rows = [run_row(row) for row in await asyncio.to_thread(library.overview)]
             if rows != table.rows:
                 table.rows = rows
-            known.append(await off.io_bound(library.marks))
+            known.append(await asyncio.to_thread(library.marks))
             return known.pop(0) != known[0]
 
         live(switch, news, draw)
@@ -215,35 +176,39 @@ def run_row(row: dict[str, Any]) -> dict[str, Any]:
         "steps": f"{row['steps']}{planned}",
         "acc": number(row["acc"]),
         "held_out": number(row["held_out"]),
-        "responses": f"{row['responses']:,}",
+        "responses": f"{row['responses'] or 0:,}",
         "when": when(row["when"]),
         "link": address("/responses", {"run": [row["run"]]}),
     }
+
+
+@dataclass
+class Shown:
+    """What a page of responses shows at the moment."""
+
+    snapshot: Snapshot
+    wanted: Filters
 
 
 async def responses_page(library: Library, given: Given) -> None:
     """A table of responses, filtered and paged here, not in the browser."""
     name = chosen_run(library, given)
     snapshot = library.snapshot(name)
-    state = {"snapshot": snapshot, "wanted": Filters.of(given)}
-    words = await off.io_bound(snapshot.words)
+    state = Shown(snapshot, Filters.of(given))
+    words = await asyncio.to_thread(snapshot.words)
     with frame("responses", given) as switch:
-        with ui.row().classes("items-center justify-between w-full").style("width: 100%"):
+        with ui.element("div").classes("head"):
             count = ui.label().classes("title")
             download = ui.link("Download as Parquet", "#").classes("plain").props("download")
             download.tooltip("of all that match, with texts, tokens and log-probs")
         message = ui.label().classes("error")
         message.visible = False
 
-        def changed(**fields_: Any) -> None:
-            values = {f.name: getattr(state["wanted"], f.name) for f in fields(Filters)}
-            state["wanted"] = Filters(**(values | fields_))
-
-        async def narrowed(**fields_: Any) -> None:
-            changed(**fields_)
+        async def narrowed(**changes: Any) -> None:
+            state.wanted = replace(state.wanted, **changes)
             table.pagination = table.pagination | {"page": 1}
             ui.navigate.history.replace(
-                address("/responses", {"run": [name], **state["wanted"].query()})
+                address("/responses", {"run": [name], **state.wanted.query()})
             )
             await fill()
 
@@ -254,7 +219,7 @@ async def responses_page(library: Library, given: Given) -> None:
                 label="run",
                 on_change=lambda e: ui.navigate.to(address("/responses", {"run": [e.value]})),
             ).props("dense")
-            filter_inputs(state["wanted"], words, narrowed)
+            filter_inputs(state.wanted, words, narrowed)
         with ui.column().classes("panel"):
             table = responses_table()
 
@@ -264,10 +229,8 @@ async def responses_page(library: Library, given: Given) -> None:
             order = Order(paging.get("sortBy") or None, bool(paging.get("descending")))
             first = (max(paging.get("page", 1), 1) - 1) * size
             try:
-                found: Page = await off.io_bound(
-                    lambda: state["snapshot"].page(
-                        state["wanted"], first=first, rows=size, order=order
-                    )
+                found: Page = await asyncio.to_thread(
+                    lambda: state.snapshot.page(state.wanted, first=first, rows=size, order=order)
                 )
             except (InputError, pl.exceptions.PolarsError, OSError) as error:
                 say(message, error)
@@ -276,7 +239,7 @@ async def responses_page(library: Library, given: Given) -> None:
             count.set_text(f"{found.total:,} responses of {name}")
             table.pagination = table.pagination | {"rowsNumber": found.total}
             table.rows = [response_row(name, row) for row in found.rows]
-            query = {"run": [name], **state["wanted"].query()}
+            query = {"run": [name], **state.wanted.query()}
             download.props["href"] = address("/download/responses", query)
             download.update()
 
@@ -292,8 +255,11 @@ async def responses_page(library: Library, given: Given) -> None:
         await fill()
 
         async def news() -> bool:
-            before, state["snapshot"] = state["snapshot"], await off.io_bound(library.snapshot, name)
-            return state["snapshot"] is not before
+            before, state.snapshot = (
+                state.snapshot,
+                await asyncio.to_thread(library.snapshot, name),
+            )
+            return state.snapshot is not before
 
         live(switch, news, fill)
 
@@ -383,8 +349,8 @@ def response_row(run: str, row: dict[str, Any]) -> dict[str, Any]:
 async def group_page(library: Library, given: Given) -> None:
     """A group: its prompt, the gold answer, and its responses side by side."""
     name, group = chosen_run(library, given), one(given, "group")
-    snapshot = await off.io_bound(library.snapshot, name)
-    rows = await off.io_bound(snapshot.group, group)
+    snapshot = await asyncio.to_thread(library.snapshot, name)
+    rows = await asyncio.to_thread(snapshot.group, group)
     with frame("responses", given) as switch:
         ui.label(f"Group {group}").classes("title")
 
@@ -416,8 +382,10 @@ async def group_page(library: Library, given: Given) -> None:
 
 def response_card(run: str, row: dict[str, Any], *, opened: bool) -> None:
     parts = {k: v for k, v in row.items() if k.startswith("part_")}
-    with ui.column().classes("panel response").style(
-        "gap: 10px" + ("; border-color: #4c6ef5" if opened else "")
+    with (
+        ui.column()
+        .classes("panel response")
+        .style("gap: 10px" + ("; border-color: #4c6ef5" if opened else ""))
     ):
         with ui.row().classes("items-center").style("gap: 10px; width: 100%"):
             chip(row["verdict"] or "not judged yet")
@@ -440,13 +408,13 @@ def response_card(run: str, row: dict[str, Any], *, opened: bool) -> None:
 async def response_page(library: Library, given: Given) -> None:
     """A response: its tokens on colours of a chosen figure, and what happened to it."""
     name, response_id = chosen_run(library, given), one(given, "response")
-    snapshot = await off.io_bound(library.snapshot, name)
-    found = await off.io_bound(snapshot.response, response_id)
+    snapshot = await asyncio.to_thread(library.snapshot, name)
+    found = await asyncio.to_thread(snapshot.response, response_id)
     kinds = heat.kinds(found.tokens)
     kind = last(given, "kind")
     state = {"kind": kind if kind in kinds else heat.most_telling(found.tokens)}
     with frame("responses", given) as switch:
-        with ui.row().classes("items-center").style("gap: 14px; width: 100%"):
+        with ui.element("div").classes("head left"):
             ui.label(f"Response {response_id}").classes("title")
             to = {"run": [name], "group": [found.row["group_id"]], "response": [response_id]}
             ui.link("its group", address("/group", to)).classes("plain")
@@ -468,7 +436,9 @@ async def response_page(library: Library, given: Given) -> None:
                         ui.label(heat.visible(chapter.note)).classes("label")
 
         content(found)
-        follow(switch, library, name, snapshot, lambda new: new.response(response_id), content.refresh)
+        follow(
+            switch, library, name, snapshot, lambda new: new.response(response_id), content.refresh
+        )
 
 
 def heat_map(found: Any, state: dict[str, Any]) -> None:
@@ -507,7 +477,7 @@ async def sql_page(library: Library, given: Given) -> None:
             box = ui.codemirror(
                 last(given, "query") or FIRST_QUERY, language="SQLite", line_wrapping=True
             )
-            with ui.row().classes("items-center").style("gap: 14px; width: 100%"):
+            with ui.element("div").classes("head left"):
                 ask = ui.button("Run").props("unelevated dense no-caps padding='4px 16px'")
                 runs = (
                     ui.select(names, value=chosen, multiple=True, label="runs")
@@ -526,7 +496,7 @@ async def sql_page(library: Library, given: Given) -> None:
             ask.props(add="loading")
             start = time.perf_counter()
             try:
-                columns, rows = await off.io_bound(library.ask, query, asked)
+                columns, rows = await asyncio.to_thread(library.ask, query, asked)
             except (InputError, pl.exceptions.PolarsError, OSError) as error:
                 say(message, error)
                 note.visible = result.visible = False
@@ -561,12 +531,8 @@ async def sql_page(library: Library, given: Given) -> None:
 
 
 def result_table(columns: Sequence[str], rows: list[dict[str, Any]]) -> None:
-    shown = [
-        {"_": i, **{name: cell(row[name]) for name in columns}} for i, row in enumerate(rows)
-    ]
-    numbers = {
-        name for name in columns if rows and isinstance(rows[0][name], int | float)
-    }
+    shown = [{"_": i, **{name: cell(row[name]) for name in columns}} for i, row in enumerate(rows)]
+    numbers = {name for name in columns if rows and isinstance(rows[0][name], int | float)}
     table = ui.table(
         rows=shown,
         columns=[column(name, right=name in numbers, sortable=False) for name in columns],
@@ -590,7 +556,7 @@ def catalogue_table() -> None:
 @contextmanager
 def frame(here: str, given: Given) -> Iterator[ui.switch]:
     """What all pages have: their style, the way to the others, and whether they are live."""
-    ui.add_css(STYLE)
+    ui.add_css(STYLE.read_text())
     ui.colors(primary="#4c6ef5")
     with ui.header(elevated=False), ui.element("nav").classes("bar"):
         ui.label("DAPO").classes("name")
@@ -637,13 +603,13 @@ def follow(
     known = [snapshot]
 
     async def news() -> bool:
-        found = await off.io_bound(library.snapshot, name)
+        found = await asyncio.to_thread(library.snapshot, name)
         changed = found is not known[-1]
         known[:] = [found]
         return changed
 
     async def refresh() -> None:
-        show(await off.io_bound(ask, known[-1]))
+        show(await asyncio.to_thread(ask, known[-1]))
 
     live(switch, news, refresh)
 

@@ -26,9 +26,7 @@ PANELS = (
     Panel("reward", {"reward": "reward"}),
     Panel("response length, tokens", {"length": "mean length"}),
     Panel("entropy, nats", {"entropy": "entropy"}),
-    Panel(
-        "share of tokens clipped", {"clip_fraction_low": "low", "clip_fraction_high": "high"}
-    ),
+    Panel("share of tokens clipped", {"clip_fraction_low": "low", "clip_fraction_high": "high"}),
     Panel("groups", {"kept": "kept", "dropped": "dropped", "carried": "carried"}),
     Panel("seconds per stage", {f"seconds_{stage}": stage for stage in STAGES}, stacked=True),
 )
@@ -42,24 +40,42 @@ def options(panel: Panel, curves: Mapping[str, pl.DataFrame]) -> dict[str, Any]:
         for j, column in enumerate(_shown(panel, alone=len(curves) == 1))
         if column in frame.columns
     ]
+    legend = len(curves) == 1 and len(series) > 1
     text = {"color": GREY, "fontSize": 11}
     return {
         "animation": False,
         "textStyle": {"fontFamily": "inherit"},
-        "grid": {"left": 8, "right": 14, "top": 34 if len(series) > 1 else 14, "bottom": 4, "containLabel": True},
-        "legend": {"show": len(series) > 1, "type": "scroll", "left": 0, "top": 0,
+        "grid": {"left": 8, "right": 14, "top": 34 if legend else 14, "bottom": 4,
+                 "containLabel": True},
+        "legend": {"show": legend, "type": "scroll", "left": 0, "top": 0,
                    "icon": "roundRect", "itemWidth": 12, "itemHeight": 3, "textStyle": text,
                    "pageTextStyle": text},
         # as text on the canvas: names of runs are no markup
         "tooltip": {"trigger": "axis", "renderMode": "richText", "confine": True},
         "xAxis": {"type": "value", "minInterval": 1, "min": "dataMin", "max": "dataMax",
-                  "axisLabel": text | {"hideOverlap": True}, "axisLine": {"lineStyle": {"color": FAINT}},
+                  "axisLabel": text | {"hideOverlap": True},
+                  "axisLine": {"lineStyle": {"color": FAINT}},
                   "axisTick": {"show": False}, "splitLine": {"show": False}},
         "yAxis": {"type": "value", "scale": not panel.stacked, "splitNumber": 4, "axisLabel": text,
                   "axisLine": {"show": False}, "axisTick": {"show": False},
                   "splitLine": {"lineStyle": {"color": FAINT}}},
         "series": series,
     }  # fmt: skip
+
+
+def colour(i: int) -> str:
+    """Of the run, or the line, of this number."""
+    return COLOURS[i % len(COLOURS)]
+
+
+def lines(panel: Panel, runs: int) -> str:
+    """What the kinds of line mean where a colour is a run; nothing where a legend says it."""
+    shown = _shown(panel, alone=runs == 1)
+    if runs == 1:
+        return ""
+    if len(shown) == 1:
+        return next(iter(shown.values())) if panel.stacked else ""
+    return ", ".join(f"{kind}: {label}" for kind, label in zip(LINES, shown.values(), strict=False))
 
 
 def _shown(panel: Panel, *, alone: bool) -> dict[str, str]:
@@ -96,6 +112,6 @@ def _series(
             "width": 0 if stack else 1.8,
             "type": "solid" if alone else LINES[colours[1] % len(LINES)],
         },
-        "itemStyle": {"color": COLOURS[(colours[1] if alone else colours[0]) % len(COLOURS)]},
+        "itemStyle": {"color": colour(colours[1] if alone else colours[0])},
         **stack,
     }

@@ -41,7 +41,7 @@ def kinds(tokens: dict[str, list[Any]]) -> dict[str, str]:
 
 
 def most_telling(tokens: dict[str, list[Any]]) -> str:
-    """The first figure that is not the same at all tokens: ratios are all 1 in a first mini-batch."""
+    """The first figure that differs between tokens: in a first mini-batch all ratios are 1."""
     present = [name for name in ("ratio", "entropy", *MEANINGS) if name in tokens]
     varied = (name for name in present if len(set(tokens[name])) > 1)
     return next(varied, present[0] if present else "")
@@ -77,8 +77,14 @@ def colours(kind: str, values: Sequence[Any]) -> list[str]:
     most = max((abs(height) for height in heights), default=0.0)
     if most < SMALLEST_RANGE:
         return ["transparent"] * len(heights)
-    plus, minus = (# each red, green, blue
-ABOVE, BELOW) if kind in DIVERGING else (MUCH, MUCH)
+    plus, minus = (
+        (  # each red, green, blue
+            ABOVE,
+            BELOW,
+        )
+        if kind in DIVERGING
+        else (MUCH, MUCH)
+    )
     return [_colour(plus if h > 0 else minus, abs(h) / most) for h in heights]
 
 
@@ -90,7 +96,9 @@ def legend(kind: str, values: Sequence[Any]) -> str:
     known = [value for value in values if value is not None and math.isfinite(value)]
     if not known:
         return "no figures"
-    side = "orange below, blue above" if kind in DIVERGING else "the more violet, the further from 0"
+    side = (
+        "orange below, blue above" if kind in DIVERGING else "the more violet, the further from 0"
+    )
     return f"{_shown(min(known))} to {_shown(max(known))}; {side}"
 
 

@@ -18,10 +18,10 @@ import polars as pl
 import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
-import yaml
 
 from pipeline import read, sql, story
 from pipeline.artifacts import RECORD
+from pipeline.config import parse
 from pipeline.loop import CONFIG
 from pipeline.read import Place, Run, asked
 from stages.errors import InputError
@@ -125,7 +125,8 @@ class Snapshot:
 
     def __init__(self, directory: Path, mark: str, before: "Snapshot | None") -> None:
         self.mark, self.run = mark, read.run(directory)
-        self._before, self._index, self._making = before, None, threading.Lock()
+        self._before, self._making = before, threading.Lock()
+        self._index: pl.DataFrame | None = None
         self._parts: dict[tuple[str, ...], pl.DataFrame] = {}
         self._searched = lru_cache(TEXTS_KEPT)(self._search)
 
@@ -154,8 +155,8 @@ class Snapshot:
         rows = self.index.filter(*wanted.predicates())
         if not wanted.text:
             return rows
-        first, last = (rows["step"].min(), rows["step"].max())
-        found = self._searched(wanted.text, first, last)
+        steps = rows["step"].unique().sort()
+        found = self._searched(wanted.text, *(steps[[0, -1]] if len(steps) else (0, 0)))
         return rows.join(found, on=["step", "round", "response_id"], how="semi",
                          maintain_order="left")  # fmt: skip
 
@@ -205,9 +206,7 @@ class Snapshot:
                 on="response_id",
                 how="left",
             )
-            .join(
-                batch.select("response_id", "advantage", "age"), on="response_id", how="left"
-            )
+            .join(batch.select("response_id", "advantage", "age"), on="response_id", how="left")
             .join(
                 prompts.select("prompt_id", "answer", "meta", prompt=asked()),
                 on="prompt_id",
@@ -231,18 +230,20 @@ class Snapshot:
         advantages = [c.facts["advantage"] for c in chapters if "advantage" in c.facts]
         trained = [chapter for chapter in chapters if chapter.rows]
         if trained:
-            return Response(row, chapters, trained[-1].title, _columns(trained[-1].rows, advantages))
+            return Response(
+                row, chapters, trained[-1].title, _columns(trained[-1].rows, advantages)
+            )
         made = self.run.artifact(place)
         policy = made.sources.get("policy") if made else None
         pieces = story.decoder(policy)(sampled["response_ids"]) if policy else []
-        tokens = [
+        figures = [
             {"position": i, "token": token, "piece": pieces[i] if pieces else "",
              "sampler_logprob": logprob}
             for i, (token, logprob) in enumerate(
                 zip(sampled["response_ids"], sampled["sampler_logprobs"], strict=True)
             )
         ]  # fmt: skip
-        return Response(row, chapters, "as it was sampled", _columns(tokens, advantages))
+        return Response(row, chapters, "as it was sampled", _columns(figures, advantages))
 
     def write(self, wanted: Filters, path: Path) -> int:
         """Write the responses that are so, with all that is known of them, as one Parquet file.
@@ -333,7 +334,10 @@ class Library:
     def _row(self, name: str) -> dict[str, Any]:
         directory, mark = self.directory(name), self.mark(name)
         if self._rows.get(name, ("",))[0] != mark:
-            self._rows[name] = (mark, _facts(self.snapshot(name).run))
+            try:
+                self._rows[name] = (mark, _facts(self.snapshot(name).run))
+            except InputError:  # of one record; the other runs are shown all the same
+                return {**dict.fromkeys(FACTS), "run": name, "steps": 0, "state": "unreadable"}
         row = self._rows[name][1]
         return {**row, "state": _state(directory, row)}
 
@@ -380,7 +384,8 @@ class _Writer:
     """One Parquet file, of frames of one schema."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.writer = path, None
+        self.path = path
+        self.writer: pq.ParquetWriter | None = None
 
     def __enter__(self) -> "_Writer":
         return self
@@ -409,7 +414,7 @@ def library(target: str | None, default: Path) -> Library:
     if (Path(target) / "runs").is_dir():
         return Library(Path(target))
     raise InputError(
-        f"'{target}' is neither a data root (a directory with runs/) nor a run; `dapo ls` lists runs"
+        f"'{target}' is neither a data root (it would have runs/) nor a run; `dapo ls` lists runs"
     )
 
 
@@ -423,6 +428,9 @@ def _mark(directory: Path) -> str:
             continue
         digest.update(f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
     return digest.hexdigest()
+
+
+FACTS = ("run", "steps", "planned", "acc", "held_out", "evaluated", "responses", "when")
 
 
 def _facts(run: Run) -> dict[str, Any]:
@@ -457,12 +465,9 @@ def _facts(run: Run) -> dict[str, Any]:
 def _planned(directory: Path) -> int | None:
     """The steps that the settings ask for; None where they say nothing."""
     try:
-        settings = yaml.safe_load((directory / CONFIG).read_text())
-    except (OSError, yaml.YAMLError):
+        return parse((directory / CONFIG).read_text()).schedule.steps
+    except (OSError, InputError):  # of another version of the pipeline
         return None
-    schedule = settings.get("schedule") if isinstance(settings, dict) else None
-    steps = schedule.get("steps") if isinstance(schedule, dict) else None
-    return steps if isinstance(steps, int) else None
 
 
 def _state(directory: Path, row: Mapping[str, Any]) -> str:
@@ -564,4 +569,6 @@ def _columns(rows: list[dict[str, Any]], advantages: list[float]) -> dict[str, l
 
 def when(started: str | None) -> str:
     """A record's time as people of this place read it."""
-    return datetime.fromisoformat(started).astimezone().strftime("%Y-%m-%d %H:%M") if started else ""
+    return (
+        datetime.fromisoformat(started).astimezone().strftime("%Y-%m-%d %H:%M") if started else ""
+    )

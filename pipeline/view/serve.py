@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from fastapi import FastAPI
+    from starlette.datastructures import Headers
     from starlette.requests import Request
-    from starlette.responses import Response
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -172,7 +172,7 @@ def _listening(host: str, port: int) -> socket.socket:
 
 
 def _downloads(served: "FastAPI", library: Library) -> None:
-    """Parquet of a page's filters or of its query, made in a directory that goes with the answer."""
+    """Parquet of a page's filters, or of its query; the file goes when it is sent."""
     from starlette.background import BackgroundTask
     from starlette.requests import Request
     from starlette.responses import FileResponse, PlainTextResponse, Response
