@@ -48,8 +48,24 @@ def serve(
 
     Raises `InputError` if NiceGUI is not installed, or the address cannot be had.
     """
+    with _listening(host, port) as listening:
+        _serve(library, host, listening, browser=browser, say=say)
+
+
+def _serve(
+    library: Library,
+    host: str,
+    listening: socket.socket,
+    *,
+    browser: bool,
+    say: "Callable[[str], None]",
+) -> None:
     app = application(library, host=host)
     import uvicorn
+
+    number = listening.getsockname()[1]
+    shown = "127.0.0.1" if host in ANY else host
+    address = f"http://{f'[{shown}]' if ':' in shown else shown}:{number}/"
 
     class Server(uvicorn.Server):
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -58,16 +74,12 @@ def serve(
             if browser:
                 webbrowser.open(address)
 
-    with _listening(host, port) as listening:
-        number = listening.getsockname()[1]
-        shown = "127.0.0.1" if host in ANY else host
-        address = f"http://{f'[{shown}]' if ':' in shown else shown}:{number}/"
-        if host not in LOOPBACK:
-            say(f"warning: whoever reaches {host}:{number} can read all of these runs")
-        config = uvicorn.Config(
-            app, log_level="warning", proxy_headers=False, server_header=False, lifespan="on"
-        )
-        Server(config).run(sockets=[listening])
+    if host not in LOOPBACK:
+        say(f"warning: whoever reaches {host}:{number} can read all of these runs")
+    config = uvicorn.Config(
+        app, log_level="warning", proxy_headers=False, server_header=False, lifespan="on"
+    )
+    Server(config).run(sockets=[listening])
 
 
 def application(library: Library, *, host: str = "127.0.0.1") -> "FastAPI":
