@@ -19,7 +19,7 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline import read, sql, story
+from pipeline import mirror, read, runs, sql, storage, story
 from pipeline.artifacts import RECORD
 from pipeline.config import parse
 from pipeline.loop import CONFIG
@@ -285,10 +285,9 @@ class Library:
         """Of the runs, the one begun last first."""
         if self.only is not None:
             return [self.only.name]
-        runs = self.root / "runs"
         begun = [
             (file.stat().st_mtime, file.parent.name)
-            for file in runs.glob(f"*/{CONFIG}")
+            for file in (self.root / "runs").glob(f"*/{CONFIG}")
             if self._inside(file.parent)
         ]
         return [name for _, name in sorted(begun, reverse=True)]
@@ -401,14 +400,23 @@ class _Writer:
             self.writer.close()
 
 
-def library(target: str | None, default: Path) -> Library:
-    """The runs below a data root, or one run alone: by its name below `default`, or its directory.
+def library(target: str | None, data: Path | str) -> Library:
+    """The runs below a data root, or one run alone.
 
-    Raises `InputError` if it is neither.
+    Args:
+        target: a data root, a run's directory, or its name below `data`; None: all below `data`.
+        data: the data root; of a store (a URL) only one run is shown, as it is at the moment.
+
+    Raises `InputError` if it is none of these.
     """
+    if isinstance(data, str) or storage.is_url(target):
+        if target is None:
+            raise InputError(f"{data} is a store, of which one run is shown: dapo view RUN")
+        copy = runs.find(target, mirror.tables)
+        return Library(copy, only=copy)
     if target is None:
-        return Library(default)
-    for path in (Path(target), default / "runs" / target):
+        return Library(data)
+    for path in (Path(target), data / "runs" / target):
         if (path / CONFIG).is_file():
             return Library(path.resolve(), only=path)
     if (Path(target) / "runs").is_dir():
