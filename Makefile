@@ -38,6 +38,7 @@ bench: .venv/installed
 	$(BIN)/python tests/bench/overlap.py
 	$(BIN)/python tests/bench/verify.py
 	$(BIN)/python tests/bench/sql.py
+	$(BIN)/python tests/bench/view.py
 	$(BIN)/python tests/bench/filter.py
 	$(BIN)/python tests/bench/selection.py
 

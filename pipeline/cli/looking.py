@@ -68,10 +68,10 @@ def view(
     Example: dapo view demo
     """
     from pipeline.config import load
-    from pipeline.view import queries, serve
+    from pipeline.view import library, serve
 
-    library = queries.library(target, load().data)
-    serve.serve(library, host=host, port=port, browser=browser, say=say)
+    shown = library.library(target, load().data)
+    serve.serve(shown, host=host, port=port, browser=browser, say=say)
 
 
 def show(

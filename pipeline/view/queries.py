@@ -1,30 +1,26 @@
-"""What the page asks of a data root: runs, curves, responses, groups, tokens. It only reads.
+"""What the page asks of a run: responses by filters, groups, tokens. It only reads.
 
-A row per response, without texts and token ids, is kept in memory (some 70 bytes each); what else
+A row per response, without texts and token ids, is kept in memory (some 140 bytes each); what else
 is shown is read from the files of the steps that it lies in.
 """
 
-import hashlib
-import socket
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import TYPE_CHECKING, Any, get_args, get_origin
 
 import polars as pl
-import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline import mirror, read, runs, sql, storage, story
-from pipeline.artifacts import RECORD
-from pipeline.config import parse
-from pipeline.loop import CONFIG
+from pipeline import read, story
 from pipeline.read import Place, Run, asked
 from stages.errors import InputError
+
+if TYPE_CHECKING:
+    pass
 
 SAMPLED = ("response_id", "group_id", "prompt_id", "sample", "length", "finish_reason")
 JUDGED = ("verdict", "acc", "reward")
@@ -32,7 +28,6 @@ WORDS = ("task", "verdict", "finish_reason", "decision", "reason")  # columns of
 SORTED_BY = ("step", "length", "reward", "acc", "sample", *WORDS)
 TEXTS_KEPT = 8  # results of searches, for the next page of the same
 SHOWN_LETTERS = 240  # of a text in the table
-SQL_ROWS, SQL_SECONDS, SQL_MEMORY = 1_000, 60.0, "4GB"  # of one query on the page
 
 
 @dataclass(frozen=True)
@@ -120,14 +115,17 @@ class Page:
     total: int
 
 
+Rounds = dict[tuple[str, ...], pl.DataFrame]  # by place and digests
+
+
 class Snapshot:
     """What a run had published at one moment; its index is made when it is first asked for."""
 
-    def __init__(self, directory: Path, mark: str, before: "Snapshot | None") -> None:
+    def __init__(self, directory: Path, mark: str, known: "Rounds | None" = None) -> None:
         self.mark, self.run = mark, read.run(directory)
-        self._before, self._making = before, threading.Lock()
+        self.rounds: Rounds = known or {}  # of snapshots before, until the index is made
+        self._making = threading.Lock()
         self._index: pl.DataFrame | None = None
-        self._parts: dict[tuple[str, ...], pl.DataFrame] = {}
         self._searched = lru_cache(TEXTS_KEPT)(self._search)
 
     @property
@@ -135,20 +133,18 @@ class Snapshot:
         """A row per response in the run's order, without text and tokens."""
         with self._making:
             if self._index is None:
-                self._index = _with_fate(self.run, [*self._rounds()])
-                self._before = None
+                self.rounds = dict(self._rounds())
+                self._index = _with_fate(self.run, list(self.rounds.values()))
             return self._index
 
-    def _rounds(self) -> Iterator[pl.DataFrame]:
-        """Each round's responses; those that the snapshot before knew are not read again."""
-        known = self._before._parts if self._before else {}
+    def _rounds(self) -> "Iterator[tuple[tuple[str, ...], pl.DataFrame]]":
+        """Each round's responses; what is known is not read again."""
         for place, artifact in self.run.found:
             if place.stage != "rollout":
                 continue
             score = self.run.artifact(place._replace(stage="score"))
             key = (str(place), artifact.digest, score.digest if score else "")
-            self._parts[key] = known[key] if key in known else _round(self.run, place)
-            yield self._parts[key]
+            yield key, self.rounds[key] if key in self.rounds else _round(self.run, place)
 
     def find(self, wanted: Filters) -> pl.DataFrame:
         """The rows of the index that are so, in the run's order."""
@@ -272,113 +268,6 @@ class Response:
     tokens: dict[str, list[Any]]
 
 
-class Library:
-    """The runs below a data root, or one of them alone. Nothing outside is found."""
-
-    def __init__(self, root: Path, only: Path | None = None) -> None:
-        self.root, self.only = root.resolve(), only and only.resolve()
-        self._snapshots: dict[str, Snapshot] = {}
-        self._rows: dict[str, tuple[str, dict[str, Any]]] = {}
-        self._loading = threading.Lock()
-
-    def names(self) -> list[str]:
-        """Of the runs, the one begun last first."""
-        if self.only is not None:
-            return [self.only.name]
-        begun = [
-            (file.stat().st_mtime, file.parent.name)
-            for file in (self.root / "runs").glob(f"*/{CONFIG}")
-            if self._inside(file.parent)
-        ]
-        return [name for _, name in sorted(begun, reverse=True)]
-
-    def directory(self, name: str) -> Path:
-        """Of a run. Raises `InputError` for what is no run below the root, links included."""
-        if self.only is not None and name == self.only.name:
-            return self.only
-        path = self.root / "runs" / name
-        plain = name not in ("", ".", "..") and Path(name).name == name and "\0" not in name
-        if self.only is None and plain and self._inside(path) and (path / CONFIG).is_file():
-            return path
-        raise InputError(f"there is no run {name!r} here")
-
-    def _inside(self, path: Path) -> bool:
-        return path.resolve().is_relative_to(self.root)
-
-    def mark(self, name: str) -> str:
-        """Changes when the run has published something else; costs a look at its records."""
-        return _mark(self.directory(name))
-
-    def marks(self) -> dict[str, str]:
-        """The mark of every run."""
-        return {name: self.mark(name) for name in self.names()}
-
-    def snapshot(self, name: str) -> Snapshot:
-        """What the run has published by now; the one before, if it is the same.
-
-        Raises `InputError` if there is no such run, or a record cannot be read.
-        """
-        directory = self.directory(name)
-        mark = _mark(directory)
-        with self._loading:
-            before = self._snapshots.get(name)
-            if before is None or before.mark != mark:
-                self._snapshots[name] = Snapshot(directory, mark, before)
-            return self._snapshots[name]
-
-    def overview(self) -> list[dict[str, Any]]:
-        """A row per run: name, state, steps, accuracy, held-out accuracy, responses, when."""
-        return [self._row(name) for name in self.names()]
-
-    def _row(self, name: str) -> dict[str, Any]:
-        directory, mark = self.directory(name), self.mark(name)
-        if self._rows.get(name, ("",))[0] != mark:
-            try:
-                self._rows[name] = (mark, _facts(self.snapshot(name).run))
-            except InputError:  # of one record; the other runs are shown all the same
-                return {**dict.fromkeys(FACTS), "run": name, "steps": 0, "state": "unreadable"}
-        row = self._rows[name][1]
-        return {**row, "state": _state(directory, row)}
-
-    def curves(self, names: Sequence[str]) -> dict[str, pl.DataFrame]:
-        """The figures of each step of each of these runs."""
-        return {name: self.snapshot(name).run.curves.collect() for name in names}
-
-    def ask(self, query: str, names: Sequence[str]) -> tuple[list[str], list[dict[str, Any]]]:
-        """The columns of a query's result, and its first `SQL_ROWS` + 1 rows.
-
-        Raises `InputError` with DuckDB's message, and for what takes longer than `SQL_SECONDS`.
-        """
-        with self._connected(query, names) as connection:
-            result = sql.ask(connection, query)
-            return sql.names_of(result), sql.rows_of(result, SQL_ROWS + 1)
-
-    def write(self, query: str, names: Sequence[str], path: Path) -> int:
-        """Write a query's whole result as one Parquet file; returns the number of rows."""
-        with self._connected(query, names) as connection:
-            return sql.write_parquet(connection, query, path)
-
-    def _connected(self, query: str, names: Sequence[str]) -> "_Limited":
-        found = [self.snapshot(name).run for name in names]
-        return _Limited(sql.connect(found, root=self.root, query=query, memory=SQL_MEMORY))
-
-
-class _Limited:
-    """A connection that is interrupted when its time is over."""
-
-    def __init__(self, connection: Any) -> None:
-        self.connection = connection
-        self.timer = threading.Timer(SQL_SECONDS, connection.interrupt)
-
-    def __enter__(self) -> Any:
-        self.timer.start()
-        return self.connection
-
-    def __exit__(self, *_: object) -> None:
-        self.timer.cancel()
-        self.connection.close()
-
-
 class _Writer:
     """One Parquet file, of frames of one schema."""
 
@@ -398,107 +287,6 @@ class _Writer:
     def __exit__(self, *_: object) -> None:
         if self.writer is not None:
             self.writer.close()
-
-
-def library(target: str | None, data: Path | str) -> Library:
-    """The runs below a data root, or one run alone.
-
-    Args:
-        target: a data root, a run's directory, or its name below `data`; None: all below `data`.
-        data: the data root; of a store (a URL) only one run is shown, as it is at the moment.
-
-    Raises `InputError` if it is none of these.
-    """
-    if isinstance(data, str) or storage.is_url(target):
-        if target is None:
-            raise InputError(f"{data} is a store, of which one run is shown: dapo view RUN")
-        copy = runs.find(target, mirror.tables)
-        return Library(copy, only=copy)
-    if target is None:
-        return Library(data)
-    for path in (Path(target), data / "runs" / target):
-        if (path / CONFIG).is_file():
-            return Library(path.resolve(), only=path)
-    if (Path(target) / "runs").is_dir():
-        return Library(Path(target))
-    raise InputError(
-        f"'{target}' is neither a data root (it would have runs/) nor a run; `dapo ls` lists runs"
-    )
-
-
-def _mark(directory: Path) -> str:
-    """One for equal records: their paths, sizes and times of change."""
-    digest = hashlib.sha256()
-    for path in sorted(directory.rglob(RECORD)):
-        try:
-            stat = path.stat()
-        except FileNotFoundError:  # replaced at this moment
-            continue
-        digest.update(f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
-    return digest.hexdigest()
-
-
-FACTS = ("run", "steps", "planned", "acc", "held_out", "evaluated", "responses", "when")
-
-
-def _facts(run: Run) -> dict[str, Any]:
-    """What a run has come to, by its records."""
-    found = [(place, artifact) for place, artifact in run.found if place.variant is None]
-
-    def newest(stage: str, metric: str) -> float | None:
-        values = [
-            value
-            for place, artifact in found
-            if place.stage == stage
-            for name, value in artifact.metrics.items()
-            if name.startswith(metric) and value is not None
-        ]
-        return float(values[-1]) if values else None
-
-    rollouts = [artifact for place, artifact in found if place.stage == "rollout"]
-    started = [str(artifact.record["started"]) for _, artifact in found]
-    evaluated = [place.step for place, _ in found if place.stage == "evaluate"]
-    return {
-        "run": run.name,
-        "steps": sum(place.stage == "update" for place, _ in found),
-        "planned": _planned(run.directory),
-        "acc": newest("score", "acc"),
-        "held_out": newest("evaluate", "avg@"),
-        "evaluated": max((step for step in evaluated if step is not None), default=None),
-        "responses": sum(a.record["rows"].get("rollouts", 0) for a in rollouts),
-        "when": max(started, default=None),
-    }
-
-
-def _planned(directory: Path) -> int | None:
-    """The steps that the settings ask for; None where they say nothing."""
-    try:
-        return parse((directory / CONFIG).read_text()).schedule.steps
-    except (OSError, InputError):  # of another version of the pipeline
-        return None
-
-
-def _state(directory: Path, row: Mapping[str, Any]) -> str:
-    """running: a process of this machine owns it; finished: all steps are made; else unfinished."""
-    if _owned(directory / ".lock"):
-        return "running"
-    planned = row["planned"]
-    done = planned is not None and row["steps"] >= planned and (row["evaluated"] or 0) >= planned
-    return "finished" if done else "unfinished"
-
-
-def _owned(lock: Path) -> bool:
-    """Whether the process that wrote the lock still holds it open; the lock itself is not tried."""
-    try:
-        words = lock.read_text().split()
-        if len(words) != 4 or words[3] != socket.gethostname():
-            return False
-        process = psutil.Process(int(words[1]))
-        return str(lock.resolve()) in {file.path for file in process.open_files()}
-    except psutil.AccessDenied:  # somebody else's, and alive
-        return True
-    except (OSError, ValueError, psutil.NoSuchProcess):
-        return False
 
 
 def _round(run: Run, place: Place) -> pl.DataFrame:
@@ -573,10 +361,3 @@ def _columns(rows: list[dict[str, Any]], advantages: list[float]) -> dict[str, l
     """A list per column; the advantage, where it was trained on, is that of all its tokens."""
     columns = {name: [row[name] for row in rows] for name in (rows[0] if rows else ())}
     return columns | ({"advantage": [advantages[-1]] * len(rows)} if advantages else {})
-
-
-def when(started: str | None) -> str:
-    """A record's time as people of this place read it."""
-    return (
-        datetime.fromisoformat(started).astimezone().strftime("%Y-%m-%d %H:%M") if started else ""
-    )

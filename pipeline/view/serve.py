@@ -11,7 +11,8 @@ from urllib.parse import parse_qs, urlsplit
 
 import psutil
 
-from pipeline.view.queries import Filters, Library
+from pipeline.view.library import Library
+from pipeline.view.queries import Filters
 from stages.errors import InputError
 
 if TYPE_CHECKING:
