@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args, get_origin
+from typing import Any, get_args, get_origin
 
 import polars as pl
 import pyarrow as pa
@@ -18,9 +18,6 @@ import pyarrow.parquet as pq
 from pipeline import read, story
 from pipeline.read import Place, Run, asked
 from stages.errors import InputError
-
-if TYPE_CHECKING:
-    pass
 
 SAMPLED = ("response_id", "group_id", "prompt_id", "sample", "length", "finish_reason")
 JUDGED = ("verdict", "acc", "reward")
