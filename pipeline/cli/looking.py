@@ -53,7 +53,7 @@ def ls(
 def view(
     target: Annotated[
         str | None,
-        typer.Argument(help="A data root, or one run; default: all runs.", metavar="[ROOT or RUN]"),
+        typer.Argument(help="A data root, or one run; default: all runs.", metavar="ROOT|RUN"),
     ] = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: a free one.")] = 8420,
     host: Annotated[
