@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import polars as pl
 import psutil
 
-from pipeline import mirror, runs, sql, storage
+from pipeline import runs, sql, storage
 from pipeline.artifacts import RECORD
 from pipeline.config import parse
 from pipeline.loop import CONFIG
@@ -151,7 +151,7 @@ def library(target: str | None, data: Path | str) -> Library:
     if isinstance(data, str) or storage.is_url(target):
         if target is None:
             raise InputError(f"{data} is a store, of which one run is shown: dapo view RUN")
-        copy = runs.find(target, mirror.tables)
+        copy = runs.find(target)
         return Library(copy, only=copy)
     if target is None:
         return Library(data)

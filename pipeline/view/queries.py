@@ -15,7 +15,7 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline import read, story
+from pipeline import mirror, read, story
 from pipeline.read import Place, Run, asked
 from stages.errors import InputError
 
@@ -228,6 +228,8 @@ class Snapshot:
             )
         made = self.run.artifact(place)
         policy = made.sources.get("policy") if made else None
+        if policy:
+            mirror.bring(self.run.directory, [policy], lambda name: name == story.TOKENIZER)
         pieces = story.decoder(policy)(sampled["response_ids"]) if policy else []
         figures = [
             {"position": i, "token": token, "piece": pieces[i] if pieces else "",
