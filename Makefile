@@ -39,6 +39,7 @@ bench: .venv/installed
 	$(BIN)/python tests/bench/verify.py
 	$(BIN)/python tests/bench/sql.py
 	$(BIN)/python tests/bench/report.py
+	$(BIN)/python tests/bench/view.py
 	$(BIN)/python tests/bench/filter.py
 	$(BIN)/python tests/bench/selection.py
 
@@ -53,7 +54,7 @@ bench: .venv/installed
 lock: .venv/installed
 	for kind in cpu gpu; do \
 	  $(UV) pip compile $(TORCH) --upgrade --quiet --no-header --no-annotate \
-	    --extra $$kind --extra ray --group dev pyproject.toml | sed 's/^\(torch==[0-9.]*\)+cpu/\1/; /^triton==/d; 1i # every version that the '$$kind' environment holds; made by `make lock`' \
+	    --extra $$kind --extra ray --extra view --group dev pyproject.toml | sed 's/^\(torch==[0-9.]*\)+cpu/\1/; /^triton==/d; 1i # every version that the '$$kind' environment holds; made by `make lock`' \
 	    > requirements-$$kind.txt || exit 1; \
 	done
 

@@ -123,12 +123,15 @@ ARTIFACT_TYPES = {
 }
 
 
-def connect(found: Sequence[Run], *, root: Path, query: str = "") -> "DuckDBPyConnection":
+def connect(
+    found: Sequence[Run], *, root: Path, query: str = "", memory: str | None = None
+) -> "DuckDBPyConnection":
     """A database in memory with every view over these runs; it reads below `root` and the runs.
 
     Args:
         query: what is to be asked; made are the views that it names, all if it names none. Only
             their files are brought from a store.
+        memory: at most, such as `4GB`; nothing is put on disk then, and what needs more fails.
 
     Raises `InputError` if two runs have one name.
     """
@@ -148,6 +151,8 @@ def connect(found: Sequence[Run], *, root: Path, query: str = "") -> "DuckDBPyCo
             make(connection, found)
     paths = [str(path) for path in (root, *(run.directory for run in found))]
     directories = [*paths, *map(_no_glob, paths)]  # it looks at a pattern before what it matches
+    if memory is not None:
+        connection.execute(f"set memory_limit = {_literal(memory)}; set temp_directory = ''")
     connection.execute(f"set allowed_directories = {_literal(directories)}")
     connection.execute("set enable_external_access = false")
     connection.execute("set lock_configuration = true")

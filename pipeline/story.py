@@ -165,7 +165,7 @@ def _tokens(run: Run, row: dict[str, Any], update: Artifact, variant: int) -> It
         yield Chapter(f"in step {step} none of its tokens carried loss")
     policy = update.sources["policy"]
     mirror.bring(run.directory, [policy], lambda name: name == TOKENIZER)
-    decode = _decoder(policy)
+    decode = decoder(policy)
     for record in found.iter_rows(named=True):
         optimizer_step = record["optimizer_step"]
         clipped = {f"clipped_{side}": sum(record[f"clipped_{side}"]) for side in CLIPPED}
@@ -207,7 +207,7 @@ def _token_rows(
         }
 
 
-def _decoder(policy: Path) -> Callable[[list[int]], list[str]]:
+def decoder(policy: Path) -> Callable[[list[int]], list[str]]:
     """From token ids to a text each, by the policy's tokenizer; empty texts where it has none."""
     file = policy / TOKENIZER
     if not file.is_file():

@@ -26,7 +26,7 @@ PANELS: dict[str, Iterable[Callable[..., None]]] = {
     "Make": (training.train, training.rerun, training.config),
     "Operate": (operating.deploy, operating.serve, garbage.gc),
     "Look": (
-        *(looking.ls, looking.show, lineage.lineage, looking.verify),
+        *(looking.ls, looking.view, looking.show, lineage.lineage, looking.verify),
         *(inspecting.sql, inspecting.samples, inspecting.explain, inspecting.metrics),
         *(looking.report, looking.compare, looking.simulate),
     ),

@@ -1,4 +1,4 @@
-"""Commands that look and change nothing: ls, show, verify, compare, simulate."""
+"""Commands that look and change nothing: ls, view, show, verify, compare, simulate."""
 
 import json
 import re
@@ -49,6 +49,30 @@ def ls(
         for row in rows
     ]
     table("place state rows seconds metrics", shown, as_json=False)
+
+
+def view(
+    target: Annotated[
+        str | None,
+        typer.Argument(help="A data root, or one run; default: all runs.", metavar="ROOT|RUN"),
+    ] = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: a free one.")] = 8420,
+    host: Annotated[
+        str, typer.Option(help="Another address than this one lets others read the runs.")
+    ] = "127.0.0.1",
+    browser: Annotated[bool, typer.Option(help="Open the page.")] = True,
+) -> None:
+    """Look at runs in a browser: curves, responses, groups, tokens, SQL; also while they go on.
+
+    Nothing is written, and nothing is asked of any other machine.
+
+    Example: dapo view demo
+    """
+    from pipeline.config import load
+    from pipeline.view import library, serve
+
+    shown = library.library(target, load().data)
+    serve.serve(shown, host=host, port=port, browser=browser, say=say)
 
 
 def show(

@@ -21,6 +21,7 @@ from stages import tables
 
 PER_STEP, PER_GROUP, PROMPTS, TOKENS = 20_000, 16, 5_000, 32
 VERDICTS = ("right", "wrong", "no_answer", "truncated")
+SENTENCE = "so {} it is, step by step, as we have seen before. "
 QUERIES = (
     "select verdict, count(*), avg(length) from responses group by 1",
     "select verdict, count(*), avg(length) from responses where step = 3 group by 1",
@@ -28,7 +29,9 @@ QUERIES = (
 )
 
 
-def publish(out: Path, stage: str, **frames: pl.DataFrame) -> None:
+def publish(
+    out: Path, stage: str, config: dict[str, float] | None = None, **frames: pl.DataFrame
+) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     with artifacts.draft(out) as building:
         for table, frame in frames.items():
@@ -37,11 +40,11 @@ def publish(out: Path, stage: str, **frames: pl.DataFrame) -> None:
         artifacts.publish(
             building,
             out,
-            recipe=Recipe(stage, {}, {}),
+            recipe=Recipe(stage, config or {}, {"policy": None}),
             metrics={},
             started=time.time(),
             replace_existing=False,
-            sources={},
+            sources={"policy": None},
         )
 
 
@@ -70,9 +73,9 @@ def generate(run: Path, responses: int) -> None:
             prompt_ids=pl.Series(list(ids[:, :8])),
             response_ids=pl.Series(list(ids)),
             sampler_logprobs=pl.Series(list(logprobs)),
-            text=pl.format("so {} it is, step by step, Answer: {}", "n", "g"),
+            text=pl.format(SENTENCE * 5 + "Answer: {}", *["n"] * 5, "g"),
             length=pl.Series(draw.integers(1, TOKENS, PER_STEP, dtype=np.int32)),
-            finish_reason=pl.lit("stop"),
+            finish_reason=pl.Series(draw.choice(["stop", "length"], PER_STEP)),
             seed=pl.col("n").cast(pl.Int64),
             temperature=pl.lit(1.0, pl.Float32),
             policy=pl.lit("0123456789abcdef"),
@@ -93,7 +96,7 @@ def generate(run: Path, responses: int) -> None:
         decided = decided.with_columns(
             n=pl.lit(PER_GROUP, pl.Int32),
             n_scored=pl.lit(PER_GROUP, pl.Int32),
-            decision=pl.lit("kept"),
+            decision=pl.Series(draw.choice(["kept", "dropped"], len(decided))),
             reason=pl.lit(None, pl.String),
             age=pl.lit(0, pl.Int32),
             sampled=pl.lit(True),
@@ -101,7 +104,7 @@ def generate(run: Path, responses: int) -> None:
         )
         place = run / f"step_{step:04d}/round_0"
         publish(place / "rollout", "rollout", rollouts=rollouts)
-        publish(place / "score", "score", scores=scores)
+        publish(place / "score", "score", {"wrong": 0.0, "right": 1.0}, scores=scores)
         publish(place / "filter", "filter", groups=decided)
 
 
