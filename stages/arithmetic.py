@@ -9,7 +9,7 @@ import re
 from itertools import pairwise
 
 PREFIX, CHECKER = "arith", "arithmetic"
-LEVELS = (3, 4, 5, 6)
+LEVELS: tuple[int, ...] = (3, 4, 5, 6)
 LARGEST_OPERAND = 5
 WORDS: tuple[str, ...] = ()  # every character is a token of its own
 PROMPT_TOKENS = 2 * max(LEVELS) - 1  # operands, and the signs between them

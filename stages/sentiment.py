@@ -17,7 +17,7 @@ from typing import NamedTuple
 from stages.errors import InputError
 
 PREFIX, CHECKER = "sent", "classification"
-LEVELS = (1, 2, 3)  # clauses
+LEVELS: tuple[int, ...] = (1, 2, 3)  # clauses
 LABELS = ("negative", "neutral", "positive")
 QUESTION = "Positive, negative or neutral?"
 

@@ -195,8 +195,12 @@ def parse(text: str) -> Sentence:
         sentence = _parsed(words)
     except (IndexError, KeyError):
         raise ValueError(f"no sentence of this grammar: {text!r}") from None
-    if english(sentence) != text:
-        raise ValueError(f"no sentence of this grammar: {text!r}; {english(sentence)!r} is one")
+    phrases = [phrase for phrase in (sentence.subject, sentence.object) if phrase]
+    possible = (sentence.verb in VERBS) == (sentence.object is not None) and not any(
+        phrase.plural and phrase.article == "a" for phrase in phrases
+    )
+    if not possible or english(sentence) != text:  # a form that does not agree
+        raise ValueError(f"no sentence of this grammar: {text!r}")
     return sentence
 
 
