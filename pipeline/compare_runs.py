@@ -6,7 +6,7 @@ from typing import Any
 
 import polars as pl
 
-from pipeline import artifacts, read
+from pipeline import artifacts, mirror
 from pipeline.artifacts import TIMINGS, Artifact
 from pipeline.config import parse
 from pipeline.loop import CONFIG
@@ -64,12 +64,15 @@ def compare(a: Path, b: Path, *, prompts: int = PROMPTS) -> RunComparison:
     Args:
         prompts: how many prompts to name, those whose pass rate changed most.
     """
-    runs = [read.run(path) for path in (a, b)]
+    runs = [Run(path) for path in (a, b)]
     settings = [_settings(run.directory / CONFIG) for run in runs]
     made_a, made_b = (dict(run.found) for run in runs)
     common = sorted(made_a.keys() & made_b.keys(), key=lambda place: place.order)
     differing = [place for place in common if made_a[place].digest != made_b[place].digest]
     first = differing[0] if differing else None
+    for run, made in zip(runs, (made_a, made_b), strict=True):
+        if first:
+            mirror.bring(run.directory, [made[first].path], mirror.tables)
     return RunComparison(
         settings=artifacts.differences(*settings),
         in_common=len(common),

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from pipeline import storage
 from pipeline.cli.console import (
     Json,
     Run,
@@ -15,6 +16,7 @@ from pipeline.cli.console import (
     metric,
     on_its_side,
     out,
+    place,
     say,
     section,
     table,
@@ -50,7 +52,10 @@ def ls(
 
 
 def show(
-    path: Annotated[Path, typer.Argument(help="An artifact, a table in it, or a Parquet file.")],
+    path: Annotated[
+        str,
+        typer.Argument(help="An artifact, a table in it, or a Parquet file.", metavar="PATH"),
+    ],
     rows: Annotated[int, typer.Option(min=0, help="Rows of each table to show.")] = 3,
     json_: Json = False,
 ) -> None:
@@ -58,9 +63,9 @@ def show(
 
     Example: dapo show data/runs/demo/step_0001/round_0/score
     """
-    from pipeline import runs
+    from pipeline import mirror, runs
 
-    shown = runs.contents(path, rows=rows)
+    shown = runs.contents(mirror.looked_at(place(path), mirror.tables), rows=rows)
     if json_:
         print(json.dumps(shown, indent=1, default=str))
         return
@@ -76,9 +81,9 @@ def verify(run: Run, json_: Json = False) -> None:
 
     Example: dapo verify demo
     """
-    from pipeline import runs
+    from pipeline import mirror, runs
 
-    count, problems = runs.verify(runs.find(run))
+    count, problems = runs.verify(runs.find(run, mirror.everything))
     if json_:
         print(json.dumps({"artifacts": count, "problems": problems}, indent=1))
     else:
@@ -99,8 +104,8 @@ def compare(
         ),
     ] = None,
     rollouts: Annotated[
-        list[Path] | None,
-        typer.Option(help="Of scorings; default: those that they were made from."),
+        list[str] | None,
+        typer.Option(help="Of scorings; default: those that they were made from.", metavar="PATH"),
     ] = None,
     prompts: Annotated[int, typer.Option(min=0, help="Of runs: prompts to name.")] = 10,
     json_: Json = False,
@@ -124,8 +129,12 @@ def compare(
         compare_runs(a, b, prompts=prompts, as_json=json_, of_scores=bool(overrides or rollouts))
         return
     from pipeline import compare as comparing
+    from pipeline import mirror
 
-    made = comparing.compare(Path(a), Path(b), rollouts=rollouts or [], overrides=overrides or [])
+    scores_a, scores_b, *given = (
+        mirror.looked_at(place(path), mirror.tables) for path in (a, b, *(rollouts or []))
+    )
+    made = comparing.compare(scores_a, scores_b, rollouts=given, overrides=overrides or [])
     if json_:
         print(json.dumps(made.document(), indent=1))
         return
@@ -158,6 +167,10 @@ def compare(
 
 def _holds_scores(given: str) -> bool:
     """Whether it is a path that a run's directory is not: a scoring, or what should be one."""
+    from pipeline import mirror
+
+    if storage.is_url(given):
+        return mirror.split(given)[1] != ""
     path = Path(given)
     return (path.exists() or len(path.parts) > 1) and not (path / "config.yaml").is_file()
 
@@ -183,10 +196,10 @@ def simulate(
 
     Example: dapo simulate demo select.policy=shuffle,adaptive select.size=28,56
     """
-    from pipeline import runs
+    from pipeline import mirror, runs
     from pipeline import simulate as simulating
 
-    rows = simulating.simulate(runs.find(run), settings or [], repeats=repeats)
+    rows = simulating.simulate(runs.find(run, mirror.tables), settings or [], repeats=repeats)
     if plot is not None:
         simulating.plot(rows, plot)
     if json_:
