@@ -3,7 +3,7 @@
 A sentence such as `the small dogs do not see a lamp` has 3 to 10 words (its difficulty level). The
 other language differs from English in ways that a word-by-word gloss gets wrong:
 
-- adverb, subject, object, verb: `bai tari lirai …`; the adverb first, the verb last;
+- the adverb stands first and the verb last: `bai lo taro lirai vide`, the dog sees lamps often;
 - adjectives stand after their noun, the nearest first;
 - a noun has a gender, -o or -a, and a plural, -i; its article and adjectives end as it does;
 - the verb ends in -e, in the plural of its subject in -en; in the future in -ur, -uren;
