@@ -151,6 +151,13 @@ class RunConfig(Settings):
                 "the first policy comes from model.path or from warmstart: give one of them "
                 "(dapo train ~warmstart model.path=DIR)"
             )
+        embedded = ours.file is None and ours.dataset is None
+        if self.warmstart and embedded and self.warmstart.generator != ours.generator:
+            raise ValueError(
+                f"prompts.generator={ours.generator} but warmstart.generator="
+                f"{self.warmstart.generator}: the first policy would have read nothing of what it "
+                "is asked; choose both, as experiment=sentiment_demo does"
+            )
         return self
 
     def _check_one_step_off(self) -> None:

@@ -1,4 +1,4 @@
-"""Where prompts come from: the embedded task's generator, somebody's files, or a dataset by name.
+"""Where prompts come from: an embedded task's generator, somebody's files, or a dataset by name.
 
 A row that no prompt can be made of is never dropped in silence: it goes to `unusable` with the
 reason, and more of them than the settings allow end the stage.
@@ -11,12 +11,12 @@ import sys
 from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import polars as pl
 from pydantic import Field, field_validator, model_validator
 
-from stages import arithmetic, questions, sources, tables, verify
+from stages import embedded, questions, sources, tables, verify
 from stages.checkers.answers import last_boxed
 from stages.errors import InputError
 from stages.questions import Messages, Place, Prompt, Questions, Refused, Unusable
@@ -55,14 +55,15 @@ class Config(Settings):
     template: str = PROMPT  # around plain text
     # which of them
     dedup: bool = True  # one prompt per text, whatever its white space
-    split: Literal["train", "heldout"] = "train"
+    split: embedded.Split = "train"
     split_fraction: float = Field(0, ge=0, lt=1)  # held out, by a hash of each text
     split_seed: int = 0
     limit: int | None = Field(None, ge=1)
     max_unusable: float = Field(0, ge=0, le=1)  # share of the rows
     # the generator's, when there is neither file nor dataset
+    generator: embedded.Name = "arithmetic"
     count: int = Field(1024, ge=1)
-    levels: tuple[int, ...] = arithmetic.LEVELS
+    levels: tuple[int, ...] = ()  # of difficulty; none: all that the generator has
     seed: int = 0
 
     @field_validator("task")
@@ -110,7 +111,8 @@ def run(
     unusable rows if they are a larger share than `max_unusable`, or if no prompt is left.
     """
     if source is None and config.dataset is None:
-        frame = arithmetic.prompts(config.count, config.seed, config.split, config.levels)
+        task = embedded.TASKS[config.generator]
+        frame = embedded.prompts(task, config.count, config.seed, config.split, config.levels)
         tables.write(out, "prompts", frame)
         return {"prompts": len(frame)}
     with Judges() as judges:

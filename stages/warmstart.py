@@ -1,10 +1,11 @@
 """The demo's base policy, made from scratch: a small Qwen3 that has read worked examples.
 
-Two phases share one optimizer. The first teaches the working; the second mixes in bare guesses
-and rambles, so that sampling has good and bad habits to choose between.
+It learns one of the embedded tasks. Two phases share one optimizer. The first teaches the work; the
+second mixes in guesses and rambles, so that sampling has good and bad habits to choose between.
 """
 
 import random
+import re
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
-from stages import arithmetic, probe
+from stages import embedded, probe, verify
 from stages.progress import report
 from stages.responses import Response
 from stages.settings import Machine, Settings
@@ -31,15 +32,16 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 IGNORED = -100  # the label that Hugging Face losses skip
-MAX_REPEATS = 12  # of the last line, in a ramble
+MAX_REPEATS = 12  # in a ramble
 ROWS_AT_ONCE = 16  # half a batch, sorted by length: a third less time than whole batches
-PROMPT_TOKENS = 2 * max(arithmetic.LEVELS) + 1  # operands, signs between them, two role tokens
+ROLE_TOKENS = 2  # around a prompt
 
 
 class Config(Settings):
     """The model's shape, and how long it reads which examples."""
 
     seed: int = Field(0, ge=0)
+    generator: embedded.Name = "arithmetic"  # the embedded task that it reads
     # the model
     hidden_size: int = Field(128, ge=1)
     layers: int = Field(2, ge=1)
@@ -55,8 +57,8 @@ class Config(Settings):
     lr: float = Field(4e-3, gt=0)
     warmup_steps: int = Field(20, ge=1)
     final_lr_share: float = Field(0.02, ge=0, le=1)  # reached at the end of the mixed phase
-    guess_share: float = Field(0.4, ge=0, le=1)  # of the mixed phase: an answer without working
-    ramble_share: float = Field(0.2, ge=0, le=1)  # of the mixed phase: working without an end
+    guess_share: float = Field(0.4, ge=0, le=1)  # of the mixed phase: an answer without the work
+    ramble_share: float = Field(0.2, ge=0, le=1)  # of the mixed phase: work without an end
     max_response_tokens: int = Field(80, ge=1)  # longer rambles are cut, and so have no <eos>
     eval_prompts: int = Field(64, ge=0)  # held out, sampled once each at temperature 1
 
@@ -71,13 +73,18 @@ class Config(Settings):
 
     @model_validator(mode="after")
     def _examples_fit(self) -> Self:
-        needed = PROMPT_TOKENS + self.max_response_tokens
+        needed = self.task.PROMPT_TOKENS + ROLE_TOKENS + self.max_response_tokens
         if self.max_positions < needed:
             raise ValueError(
                 f"max_positions {self.max_positions} is below the longest prompt and response "
                 f"({needed} tokens); raise max_positions or lower max_response_tokens"
             )
         return self
+
+    @property
+    def task(self) -> embedded.Task:
+        """The embedded task."""
+        return embedded.TASKS[self.generator]
 
 
 class Example(NamedTuple):
@@ -120,13 +127,13 @@ def write_probe(
 
     from stages.logprobs import Scorer
 
-    frame = arithmetic.prompts(probe.SEQUENCES, config.seed, "heldout")
+    frame = embedded.prompts(config.task, probe.SEQUENCES, config.seed, "heldout")
     probes = []
     for i, chat in enumerate(frame["prompt"]):
-        expr = chat[0]["content"]
+        question = chat[0]["content"]
         prompt, response = (
             torch.tensor(tokenizer.encode(text))
-            for text in (render(tokenizer, expr), arithmetic.worked_example(expr))
+            for text in (render(tokenizer, question), config.task.worked_example(question))
         )
         nothing = torch.zeros(len(response))
         probes.append(Response(f"probe{i}", i, prompt, response, nothing, 0.0, 1.0, True))
@@ -137,13 +144,20 @@ def write_probe(
 
 
 def build_tokenizer(config: Config) -> "PreTrainedTokenizerFast":
-    """One token per printable ASCII character, plus the roles and the end; nothing is prepended."""
+    """One token per word of the task, with a space before it or not, and per printable ASCII
+    character; the roles and the end; nothing is prepended.
+    """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = {token: i for i, token in enumerate((*SPECIAL_TOKENS, *CHARACTERS))}
+    words = [before + word for word in config.task.WORDS for before in ("", " ")]
+    tokens = dict.fromkeys((*SPECIAL_TOKENS, *CHARACTERS, *words))  # `a` and `?` are both
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    any_word = "|".join(re.escape(word) for word in config.task.WORDS)
+    # not the `do` of `dog`
+    whole_word = rf" ?(?:{any_word})(?![A-Za-z])|" if any_word else ""
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(rf"{whole_word}[\s\S]"), behavior="isolated")
     backend.decoder = decoders.Fuse()  # decoding joins the characters without spaces
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
@@ -234,29 +248,31 @@ def examples(tokenizer: "PreTrainedTokenizerFast", config: Config) -> Iterator[E
     """Endless training chats: plain ones for the first phase, then the mixture of habits."""
     rng = random.Random(f"habits-{config.seed}")
     plain = config.plain_steps * config.batch_size
-    for count, expr in enumerate(arithmetic.stream(config.seed, "train")):
-        response = arithmetic.worked_example(expr) if count < plain else habit(expr, rng, config)
-        yield Example(render(tokenizer, expr), response)
+    for count, question in enumerate(embedded.stream(config.task, config.seed, "train")):
+        plainly = count < plain
+        response = config.task.worked_example(question) if plainly else habit(question, rng, config)
+        yield Example(render(tokenizer, question), response)
 
 
-def habit(expr: str, rng: random.Random, config: Config) -> str:
+def habit(question: str, rng: random.Random, config: Config) -> str:
     """A guess, a ramble or a plain worked example, by the configured shares.
 
-    The shortest sums are always worked out, so that some groups are all right from the start.
+    The easiest questions are always worked out, so that some groups are all right from the start.
     """
-    if len(arithmetic.totals(expr)) == min(arithmetic.LEVELS):
-        return arithmetic.worked_example(expr)
+    task = config.task
+    if task.level_of(question) == min(task.LEVELS):
+        return task.worked_example(question)
     draw = rng.random()
     if draw < config.guess_share:
-        return arithmetic.answer_line(expr)
+        return task.guess(question)
     if draw < config.guess_share + config.ramble_share:
-        return arithmetic.rambling_example(expr, repeats=rng.randint(1, MAX_REPEATS))
-    return arithmetic.worked_example(expr)
+        return task.rambling_example(question, rng.randint(1, MAX_REPEATS))
+    return task.worked_example(question)
 
 
-def render(tokenizer: "PreTrainedTokenizerFast", expr: str) -> str:
+def render(tokenizer: "PreTrainedTokenizerFast", question: str) -> str:
     """The prompt as the sampler will see it."""
-    chat = [{"role": "user", "content": expr}]
+    chat = [{"role": "user", "content": question}]
     text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     assert isinstance(text, str)
     return text
@@ -294,10 +310,10 @@ def collate(
 def sampled(
     model: "Qwen3ForCausalLM", tokenizer: "PreTrainedTokenizerFast", config: Config
 ) -> dict[str, float]:
-    """One response per held-out prompt at temperature 1: the share right, and the share cut off."""
+    """One response per held-out prompt at temperature 1: how right, and the share cut off."""
     import torch
 
-    frame = arithmetic.prompts(config.eval_prompts, config.seed, "heldout")
+    frame = embedded.prompts(config.task, config.eval_prompts, config.seed, "heldout")
     texts = [render(tokenizer, chat[0]["content"]) for chat in frame["prompt"]]
     inputs = tokenizer(texts, return_tensors="pt", padding=True)
     model.eval()
@@ -310,11 +326,12 @@ def sampled(
     responses = ids[:, inputs["input_ids"].shape[1] :]
     ended = (responses == tokenizer.eos_token_id).any(dim=1)
     said = tokenizer.batch_decode(responses, skip_special_tokens=True)
-    right = [
-        text.endswith(f"Answer: {answer}")
-        for text, answer in zip(said, frame["answer"], strict=True)
+    checker = verify.Tasks().checkers()[config.task.CHECKER]
+    accs = [
+        checker.check(text, gold).acc if whole else 0.0
+        for text, gold, whole in zip(said, frame["answer"], ended.tolist(), strict=True)
     ]
     return {
-        "sampled_acc": (torch.tensor(right) & ended).float().mean().item(),
+        "sampled_acc": torch.tensor(accs).mean().item(),
         "sampled_truncated": 1 - ended.float().mean().item(),
     }

@@ -19,7 +19,7 @@ from typing import Any
 
 import polars as pl
 
-from stages import arithmetic, engines, policy, tables, warmstart
+from stages import arithmetic, embedded, engines, policy, tables, warmstart
 from stages.engines import Decoding, Request
 from stages.sampling import Sampling, sample
 from stages.settings import Machine
@@ -64,7 +64,7 @@ class Figures:
 
     def __init__(self, path: Path, scratch: Path) -> None:
         self.path, self.scratch = path, scratch
-        prompts = arithmetic.prompts(PROMPTS, 0, "train").select("prompt_id", "prompt")
+        prompts = embedded.prompts(arithmetic, PROMPTS, 0, "train").select("prompt_id", "prompt")
         self.asked = prompts.with_columns(group_id="prompt_id")
         context = policy.context_length(path)
         self.engine: Any = engines.resident("vllm", context=context, machine=MACHINE)

@@ -17,6 +17,13 @@ def options(group: str) -> list[str]:
 
 CHOICES = [(group, option) for group in config.GROUPS for option in options(group)]
 NEEDS = {
+    **{("prompts", name): ["warmstart=sentiment"] for name in ("sentiment", "sentiment_heldout")},
+    ("warmstart", "sentiment"): ["prompts=sentiment"],
+    **{
+        ("prompts", name): ["warmstart=translation"]
+        for name in ("translation", "translation_heldout")
+    },
+    ("warmstart", "translation"): ["prompts=translation"],
     ("prompts", "file"): ["prompts.file=a.parquet"],
     ("select", "weighted"): ["select.weight_by=level"],
     ("select", "curriculum"): ["select.curriculum.start=3", "select.curriculum.end=6"],
@@ -36,6 +43,17 @@ def test_the_papers_setting_is_complete() -> None:
     assert (paper.update.lr, paper.update.weight_decay) == (1e-6, 0.1)
     assert (paper.update.max_grad_norm, paper.update.mini_batch) == (1.0, 512)
     assert (paper.rollout.temperature, paper.evaluate.top_p, paper.evaluate.n) == (1.0, 0.7, 32)
+
+
+@pytest.mark.parametrize("name", ["sentiment", "translation"])
+def test_a_demo_of_a_task_asks_holds_out_and_reads_that_task(name: str) -> None:
+    demo = load([f"experiment={name}_demo", "seed=3"])
+    assert demo.warmstart is not None
+    generators = (demo.prompts.generator, demo.heldout.generator, demo.warmstart.generator)
+    assert set(generators) == {name}
+    assert (demo.prompts.split, demo.heldout.split) == ("train", "heldout")
+    assert (demo.prompts.seed, demo.warmstart.seed, demo.heldout.seed) == (3, 3, 0)
+    assert demo.evaluate.tasks == demo.score.tasks
 
 
 @pytest.mark.parametrize(
@@ -59,6 +77,12 @@ def test_the_papers_setting_is_complete() -> None:
         ("score.tasks={translation: {metrik: bleu}}", "unknown key 'score.tasks.translation.metr"),
         ("rollout.top_p=0.9", "full vocabulary"),
         ("run=a/b", "run: .*pattern"),
+        ("prompts=sentiment", "would have read nothing of what it is asked"),
+        (
+            "warmstart=translation",
+            "arithmetic but warmstart.generator=translation",
+        ),
+        ("prompts.generator=poetry", "prompts.generator: .*'sentiment', got 'poetry'"),
         ("prompts=file", "prompts.file is required"),
         ("~warmstart", "from model.path or from warmstart"),
         ("model.path=m", "from model.path or from warmstart"),

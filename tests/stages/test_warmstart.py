@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 from pydantic import ValidationError
 
-from stages import arithmetic, progress, warmstart
+from stages import arithmetic, embedded, progress, warmstart
 from stages.settings import Machine
 from stages.warmstart import Config
 
@@ -49,6 +49,33 @@ def test_text_survives_the_tokenizer(tokenizer: "PreTrainedTokenizerFast") -> No
         ids = tokenizer.encode(text)
         assert len(ids) == len(text)
         assert tokenizer.decode(ids, skip_special_tokens=True) == text
+
+
+@pytest.mark.parametrize("name", embedded.TASKS)
+def test_a_policy_reads_its_task_word_by_word_and_writes_it_unchanged(name: embedded.Name) -> None:
+    config = Config(generator=name)
+    tokenizer = warmstart.build_tokenizer(config)
+    for chat in islice(warmstart.examples(tokenizer, Config(generator=name, plain_steps=3)), 200):
+        prompt, response = (tokenizer.encode(text) for text in (chat.prompt, chat.response))
+        assert tokenizer.unk_token_id not in [*prompt, *response]
+        assert tokenizer.decode(response) == chat.response
+        assert len(prompt) <= config.task.PROMPT_TOKENS + warmstart.ROLE_TOKENS
+        words = len(chat.response.split())
+        assert name == "arithmetic" or len(response) <= words + chat.response.count("\n")
+
+
+def test_what_is_no_word_of_the_task_is_read_letter_by_letter() -> None:
+    tokenizer = warmstart.build_tokenizer(Config(generator="translation"))
+    text = "the dogma of a redcat does"
+    tokens = tokenizer.convert_ids_to_tokens(tokenizer.encode(text))
+    assert "".join(tokens) == tokenizer.decode(tokenizer.encode(text)) == text
+    assert (tokens[0], tokens[1], tokens[-1]) == ("the", " ", " does")
+
+
+def test_the_metrics_of_a_warm_start_are_by_the_tasks_own_checker(tmp_path: Path) -> None:
+    config = TINY.model_copy(update={"generator": "sentiment"})
+    metrics = warmstart.run(out=tmp_path, config=config, machine=Machine())
+    assert 0 <= metrics["sampled_acc"] < 1
 
 
 def test_special_tokens_are_left_out_of_decoded_text(tokenizer: "PreTrainedTokenizerFast") -> None:
@@ -146,7 +173,7 @@ def test_progress_is_told_step_by_step(tmp_path: Path) -> None:
 def test_no_training_chat_is_held_out(tokenizer: "PreTrainedTokenizerFast") -> None:
     for chat in islice(warmstart.examples(tokenizer, TINY), 500):
         expr = chat.prompt.removeprefix("<user>").removesuffix("<assistant>")
-        assert arithmetic.split_of(expr) == "train"
+        assert embedded.split_of(expr) == "train"
 
 
 def test_only_the_response_is_learnt_and_a_cut_one_has_no_end(
