@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -66,12 +67,22 @@ class Server:
             data=json.dumps(body).encode(),
             headers={"Content-Type": "application/json"},
         )
-        with urllib.request.urlopen(request, timeout=120) as response:
-            return json.load(response)
+        return self._answer(request)
 
     def get(self, path: str) -> Any:
-        with urllib.request.urlopen(self.url + path, timeout=120) as response:
-            return json.load(response)
+        return self._answer(urllib.request.Request(self.url + path))
+
+    def _answer(self, request: urllib.request.Request) -> Any:
+        """What it answers; asked again, as Prefect's client does, where it is too busy to."""
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                with urllib.request.urlopen(request, timeout=120) as response:
+                    return json.load(response)
+            except urllib.error.HTTPError as error:
+                if error.code != 503 or time.monotonic() > deadline:
+                    raise
+            time.sleep(1)
 
     def newest_flow_run(self) -> dict[str, Any]:
         found: dict[str, Any] = self.post("/flow_runs/filter", sort="START_TIME_DESC", limit=1)[0]
