@@ -24,6 +24,7 @@ from pipeline.read import Place, Run
 from pipeline.samples import Wanted
 from stages.errors import InputError
 
+TEMPLATES = Path(__file__).parent / "templates"
 SECTIONS = {
     "learning": "Learning",
     "sampling": "Dynamic sampling",
@@ -125,7 +126,7 @@ def write(run: Run, out: Path) -> int:
 
 def render(run: Run) -> str:
     """The report of a run as HTML."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 
     curves = figures.curves(run)
@@ -135,7 +136,7 @@ def render(run: Run) -> str:
     settings, unreadable = _settings(run)
     script = _script() if drawn else ""
     page = Environment(
-        loader=PackageLoader("pipeline"),
+        loader=FileSystemLoader(TEMPLATES),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -176,7 +177,7 @@ def _sections(drawn: Sequence[Figure]) -> list[tuple[str, str, list[Figure]]]:
 
 
 def _source(name: str) -> str:
-    return (Path(__file__).parent / "templates" / name).read_text(encoding="utf-8")
+    return (TEMPLATES / name).read_text(encoding="utf-8")
 
 
 @cache

@@ -15,6 +15,7 @@ import polars as pl
 import pytest
 
 from pipeline import artifacts, cli, compare_runs, samples, story
+from pipeline.cli import console
 from pipeline.cli.inspecting import spark
 from pipeline.read import run
 from stages import tables
@@ -152,12 +153,12 @@ def test_a_group_stands_side_by_side(
     dapo: Dapo, finished: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group = run(finished / "runs/small").groups.filter(decision="kept").collect()["group_id"][0]
-    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setattr(console.out, "width", 160)
     code, shown = dapo("samples", "small", "--group", group)
     assert code == 0 and f"{group}  kept" in shown
     heads = [line for line in shown.splitlines() if line.count("╭") == 4]
     assert len(heads) == 1 and "advantage" in shown
-    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setattr(console.out, "width", 40)
     narrow = dapo("samples", "small", "--group", group)[1]
     assert not [line for line in narrow.splitlines() if line.count("╭") > 1]
 

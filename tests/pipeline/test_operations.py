@@ -1,13 +1,11 @@
 """Scheduled and submitted runs: a real server, a real worker, and what goes wrong with them."""
 
-import os
-import signal
 import subprocess
 import sys
 import time
 import urllib.error
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,21 +41,28 @@ def deployed(server: Server) -> list[str]:
     return again.stdout.splitlines()
 
 
-@pytest.fixture
-def worker(server: Server, deployed: list[str], data: Path) -> Iterator[subprocess.Popen[str]]:
-    """A worker that asks for runs each second, and whose data root is `data`."""
-    settings = {"PREFECT_WORKER_QUERY_SECONDS": "1", "DAPO_DATA": str(data)}
-    with (data / "worker.log").open("w") as log:
+@contextmanager
+def working(server: Server, log: Path) -> Iterator[subprocess.Popen[str]]:
+    """A worker that asks for runs each second."""
+    with log.open("w") as told:
         process = subprocess.Popen(
             [*(sys.executable, "-m", "prefect", "worker", "start"), "--pool", "dapo"],
-            env={**server.environment, **settings},
-            stdout=log,
-            stderr=log,
+            env={**server.environment, "PREFECT_WORKER_QUERY_SECONDS": "1"},
+            stdout=told,
+            stderr=told,
             text=True,
         )
     yield process
     process.terminate()
     process.wait(timeout=30)
+
+
+@pytest.fixture(scope="module")
+def worker(
+    server: Server, deployed: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[subprocess.Popen[str]]:
+    with working(server, tmp_path_factory.mktemp("worker") / "log") as process:
+        yield process
 
 
 def until(happened: Callable[[], Any], what: Callable[[], Any] = lambda: "nothing") -> Any:
@@ -80,6 +85,7 @@ class Submitted:
         self.id = server.post(
             f"/deployments/{found['id']}/create_flow_run",
             parameters={"request": wanted},
+            job_variables={"env": {"DAPO_DATA": str(data)}},
             state={"type": "SCHEDULED"},
         )["id"]
 
@@ -198,17 +204,6 @@ def test_a_cancelled_run_leaves_no_process(server: Server, worker: object, data:
     assert not psutil.wait_procs(started, timeout=10)[1]
 
 
-def test_a_killed_worker_takes_its_run_along(
-    server: Server, worker: subprocess.Popen[str], data: Path
-) -> None:
-    run = Submitted(server, data, "train/train", steps=50)
-    run.samples(3)
-    started = run.processes()
-    os.kill(worker.pid, signal.SIGKILL)
-    assert not psutil.wait_procs(started, timeout=20)[1]
-    run.ends("Crashed")
-
-
 def test_a_run_waits_for_approval_without_a_process_and_goes_on(
     server: Server, worker: object, data: Path
 ) -> None:
@@ -237,3 +232,13 @@ def test_an_unknown_limit_fails_the_run_and_says_what_makes_it(
 ) -> None:
     run = Submitted(server, data, "train/train", limit="gpus")
     assert "there is no concurrency limit 'gpus'; `dapo deploy`" in run.ends("Failed")["message"]
+
+
+def test_a_killed_worker_takes_its_run_along(server: Server, worker: object, data: Path) -> None:
+    run = Submitted(server, data, "train/train", steps=50)
+    run.samples(3)
+    started = run.processes()
+    [flow] = [p for p in started if "prefect" in " ".join(p.cmdline())]
+    flow.parent().kill()
+    assert not psutil.wait_procs(started, timeout=20)[1]
+    run.ends("Crashed")

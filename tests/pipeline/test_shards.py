@@ -14,6 +14,7 @@ import psutil
 import pytest
 import small_run
 from conftest import rows, save
+from prefect_server import Server
 
 from pipeline import parts
 from pipeline.artifacts import Artifact
@@ -182,21 +183,25 @@ def test_each_engine_has_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
 ONCE = ["schedule.steps=1", "rollout.n=3", f"machine.max_num_seqs={ALONE}"]
 
 
-def train_under_prefect(data: Path, overrides: list[str]) -> subprocess.CompletedProcess[str]:
+def train_under_prefect(
+    data: Path, server: Server, overrides: list[str]
+) -> subprocess.CompletedProcess[str]:
     """A run in a process of its own: Prefect and Ray change theirs for good."""
     told = [*small_run.SMALL, *ONCE, *overrides, f"data={data}"]
     code = f"from pipeline import flows, requests; flows.train(requests.Train(overrides={told}))"
     return subprocess.run(
         [sys.executable, "-c", code],
-        env=os.environ | {"PREFECT_HOME": str(data / "prefect")},
+        env=server.environment,
         capture_output=True,
         text=True,
     )
 
 
 @pytest.mark.slow
-def test_a_run_on_two_workers_of_ray_makes_the_same_artifacts(tmp_path: Path) -> None:
+def test_a_run_on_two_workers_of_ray_makes_the_same_artifacts(
+    server: Server, tmp_path: Path
+) -> None:
     small_run.run(tmp_path / "alone", ONCE)
-    done = train_under_prefect(tmp_path, ["machine.engines=2", "machine.task_runner=ray"])
+    done = train_under_prefect(tmp_path, server, ["machine.engines=2", "machine.task_runner=ray"])
     assert done.returncode == 0, done.stderr
     assert small_run.digests(tmp_path / "runs") == small_run.digests(tmp_path / "alone" / "runs")

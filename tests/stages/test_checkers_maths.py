@@ -143,7 +143,7 @@ def test_no_bytes_upset_the_extractors(noise: bytes) -> None:
 )
 def test_extraction_takes_linear_time(piece: str) -> None:
     many = piece * 20_000
-    started = time.perf_counter()
+    started = time.process_time()
     for text in (many, f"Answer: {many}", f"\\boxed{{{many}}}"):
         Math().quick(text, "34")
-    assert time.perf_counter() - started < 3  # a quadratic scan takes minutes
+    assert time.process_time() - started < 20  # a quadratic scan takes minutes
