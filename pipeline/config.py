@@ -24,6 +24,7 @@ from stages.settings import Machine, Settings
 
 CONFIG_DIR = Path(conf.__file__).parent.resolve()
 CHECKOUT = CONFIG_DIR.parent
+SETS = "evaluate.sets"
 _composing = threading.Lock()  # Hydra's state is global
 
 
@@ -170,6 +171,9 @@ def composed(overrides: Sequence[str] = ()) -> str:
     for key in (key for key, kind in KEYS.items() if kind is Path):
         if value := OmegaConf.select(config, key):
             OmegaConf.update(config, key, os.path.abspath(value))
+    for given in (OmegaConf.select(config, SETS) or {}).values():
+        if given and given.get("file"):
+            given.file = os.path.abspath(given.file)
     return OmegaConf.to_yaml(config)
 
 
@@ -222,6 +226,8 @@ def understood(override: str) -> str:
     """
     key, assigned, value = override.partition("=")
     kind = KEYS.get(key.lstrip("+"))
+    if assigned and re.match(rf"\+*{re.escape(SETS)}\.[^.]+(\.|$)", key):
+        return f"++{key.lstrip('+')}={value}"  # names are the user's
     if not assigned or kind is None:
         return override
     if kind in (str, Path) and value != "null" and not re.match(r"""["'\[{]|\$\{""", value):

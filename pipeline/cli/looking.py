@@ -32,7 +32,7 @@ def ls(
     from pipeline import runs
 
     if run is None:
-        table("run steps artifacts seconds directory", runs.overview(), as_json=json_)
+        table("run steps artifacts seconds best directory", runs.overview(), as_json=json_)
         return
     rows = runs.entries(runs.find(run))
     if json_:
@@ -90,7 +90,7 @@ def verify(run: Run, json_: Json = False) -> None:
 
 
 def compare(
-    a: Annotated[str, typer.Argument(help="A run, or made by score.", metavar="A")],
+    a: Annotated[str, typer.Argument(help="A run, or made by score or by evaluate.", metavar="A")],
     b: Annotated[str, typer.Argument(help="The same.", metavar="B")],
     overrides: Annotated[
         list[str] | None,
@@ -105,16 +105,30 @@ def compare(
     prompts: Annotated[int, typer.Option(min=0, help="Of runs: prompts to name.")] = 10,
     json_: Json = False,
 ) -> None:
-    """Compare two runs, or two scorings of the same rollouts.
+    """Compare two runs, two evaluations, or two scorings of the same rollouts.
 
-    Runs: settings, the first artifact that differs down to the token, curves, prompts' pass rates.
+    Runs: settings, the first artifact that differs down to the token, curves, prompts' pass rates,
+    and their last evaluations.
+    Evaluations: each figure of each set, the difference with an interval and a p-value, by paired
+    bootstrap over the prompts that both have.
     Scorings: verdicts, groups kept, advantages, rewards; groups are decided on these rollouts
     alone: no other round, no carried rows.
 
     Example: dapo compare demo demo-2
 
+    Example: dapo compare step_0000/evaluate step_0025/evaluate
+
     Example: dapo compare round_0/score round_0/score.variant-1 filter.batch_groups=8
     """
+    kinds = {_stage(given) for given in (a, b)}
+    if kinds == {"evaluate"}:
+        from pipeline.cli.inspecting import compare_evaluations
+
+        of_scores = bool(overrides or rollouts)
+        compare_evaluations(Path(a), Path(b), as_json=json_, of_scores=of_scores)
+        return
+    if "evaluate" in kinds:
+        raise InputError(f"{a} and {b} are not two evaluations: give two of one kind")
     scores = [given for given in (a, b) if _holds_scores(given)]
     if len(scores) == 1:
         raise InputError(f"{scores[0]} is no run: give two runs, or two scorings")
@@ -154,6 +168,13 @@ def compare(
     flipped = "{responses} responses ({share:.1%}) flip".format(**made.flipped)
     section(f"signs of advantages in groups kept both times: {flipped}", made.sign_flips.to_dicts())
     section("mean reward by length in tokens", made.reward_by_length.to_dicts())
+
+
+def _stage(given: str) -> str | None:
+    """The stage that made what lies there, if it is an artifact."""
+    from pipeline import artifacts
+
+    return artifacts.load(Path(given)).stage if (Path(given) / artifacts.RECORD).is_file() else None
 
 
 def _holds_scores(given: str) -> bool:

@@ -68,7 +68,7 @@ def command(stage: str) -> Callable[..., None]:
 
 def _input_option(of: runner.StageInput) -> inspect.Parameter:
     kind: Any = list[Path] if of.several else Path if of.required else Path | None
-    option = typer.Option(f"--{of.name}", help="Once per round." if of.several else None)
+    option = typer.Option(f"--{of.name}", help="As often as needed." if of.several else None)
     return _parameter(of.name, Annotated[kind, option], REQUIRED if of.required else None)
 
 

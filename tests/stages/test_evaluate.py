@@ -65,9 +65,11 @@ def test_avg_at_k_is_the_mean_of_the_samples(scripted: None, policy: Path, tmp_p
 def test_every_prompt_has_its_row_of_numbers(scripted: None, policy: Path, tmp_path: Path) -> None:
     out, _ = run(tmp_path, policy)
     assert tables.read(out, "evaluations").rows(named=True) == [
-        {"prompt_id": "a", "task": "arithmetic", "meta": None, "n": 4}
+        {"set": "heldout", "prompt_id": "a", "task": "arithmetic", "difficulty": None}
+        | {"answer": "6", "meta": None, "n": 4, "n_scored": 4, "n_right": 2}
         | {"acc_mean": 0.5, "length_mean": 7.25, "truncated_mean": 0.0},
-        {"prompt_id": "b", "task": "arithmetic", "meta": '{"level": 3}', "n": 4}
+        {"set": "heldout", "prompt_id": "b", "task": "arithmetic", "difficulty": "3"}
+        | {"answer": "6", "meta": '{"level": 3}', "n": 4, "n_scored": 4, "n_right": 1}
         | {"acc_mean": 0.25, "length_mean": 5.5, "truncated_mean": 0.25},
     ]
 
