@@ -332,8 +332,12 @@ def results(
 
     The interval is null where there is one prompt, which says nothing of others.
     """
+    known: dict[bytes, dict[str, tuple[float, float]]] = {}  # of one task, all prompts are its own
     for group in groups(asked):
-        intervals = _intervals(measures, group.rows, resamples=resamples, level=level, seed=seed)
+        if (intervals := known.get(group.rows.tobytes())) is None:
+            intervals = known[group.rows.tobytes()] = _intervals(
+                measures, group.rows, resamples=resamples, level=level, seed=seed
+            )
         for measure in measures:
             rows = group.rows[measure.counted[group.rows]]
             if not len(rows):
