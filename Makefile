@@ -23,14 +23,17 @@ lint: .venv/installed
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
-# the update beside TRL's (which gets an environment of its own in tests/bench/.venv), and sampling
-# beside bare vLLM, and what one_step_off can save: about 10 minutes
+# the update beside TRL's (which gets an environment of its own in tests/bench/.venv), sampling beside
+# bare vLLM, what one_step_off can save, checkers beside math-verify, the filter beside a bare scan,
+# adaptive beside shuffled selection: about 15 minutes
 bench: .venv/installed
 	$(BIN)/python tests/bench/update.py
 	$(BIN)/python tests/bench/rollout.py
 	$(BIN)/python tests/bench/overlap.py
 	$(BIN)/python tests/bench/verify.py
 	$(BIN)/python tests/bench/sql.py
+	$(BIN)/python tests/bench/filter.py
+	$(BIN)/python tests/bench/selection.py
 
 .venv/installed: requirements-cpu.txt pyproject.toml
 	$(PYTHON) -m venv .venv

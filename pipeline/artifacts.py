@@ -11,22 +11,22 @@ import math
 import os
 import shutil
 import socket
-import subprocess
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import lru_cache
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 
+from pipeline import environment
 from stages.errors import InputError
 
 RECORD = "artifact.json"
+UPLOADED = ".uploaded"  # beside a record: a store has all files, also those that are missing here
 WEIGHTS, OPTIMIZER = ".safetensors", "optimizer/"  # what `retire` may remove
 TIMINGS = "timings/"  # recorded, but part of no digest: equal work is equal whatever the hour
 
@@ -114,7 +114,8 @@ class Artifact:
     def changed_files(self, *, full: bool) -> list[str]:
         """What is not as the record says, a line each.
 
-        Without `full`, a file of unchanged size and modification time is believed.
+        Without `full`, a file of unchanged size and modification time is believed. One that a
+        store has need not be here, see pipeline/mirror.py.
         """
         problems = []
         for name, known in self.record["files"].items():
@@ -122,6 +123,8 @@ class Artifact:
             if known.get("retired"):
                 continue
             if not path.is_file():
+                if (self.path / UPLOADED).is_file():
+                    continue
                 problems.append(f"{path} is missing")
                 continue
             stat = path.stat()
@@ -177,9 +180,7 @@ def draft(out: Path) -> Iterator[Path]:
     """An empty directory beside `out` to build in; removed again unless it was published."""
     out.parent.mkdir(parents=True, exist_ok=True)
     for leftover in out.parent.glob(f".draft-{out.name}-*"):
-        owner = int(leftover.name.rpartition("-")[2])
-        # in a container the process that died often had the very pid that we have
-        if owner == os.getpid() or not _alive(owner):
+        if abandoned(leftover):
             shutil.rmtree(leftover)
     building = out.parent / f".draft-{out.name}-{os.getpid()}"
     building.mkdir()
@@ -224,7 +225,8 @@ def publish(
         "seconds": round(time.time() - started, 3),
         "started": datetime.fromtimestamp(started, UTC).isoformat(timespec="milliseconds"),
         "host": socket.gethostname(),
-        "code": _code(),
+        "code": environment.code(),
+        "environment": environment.describe(),
         **details,
     }
     write_durably(building / RECORD, json.dumps(record, indent=1, ensure_ascii=False))
@@ -247,24 +249,60 @@ def retire(artifact: Artifact, *, keep_weights: bool = False) -> None:
 
     An artifact that a stage is reading (see `reading`) stays as it is.
     """
-
-    def goes(name: str) -> bool:
-        return name.startswith(OPTIMIZER) or (name.endswith(WEIGHTS) and not keep_weights)
-
+    goes = set(retirable(artifact, keep_weights=keep_weights))
     files = {
-        name: {**file, "retired": True} if goes(name) else file
+        name: {**file, "retired": True} if name in goes else file
         for name, file in artifact.record["files"].items()
     }
     if files == artifact.record["files"]:
         return
-    with _flocked(artifact.path, fcntl.LOCK_EX | fcntl.LOCK_NB) as mine:
+    with flocked(artifact.path, fcntl.LOCK_EX | fcntl.LOCK_NB) as mine:
         if not mine:
             return
         # the record first: a crash in between leaves files too many, not a record that lies
         record = {**artifact.record, "files": files}
         write_durably(artifact.path / RECORD, json.dumps(record, indent=1, ensure_ascii=False))
-        for name in filter(goes, files):
+        for name in goes:
             (artifact.path / name).unlink(missing_ok=True)
+
+
+def retirable(artifact: Artifact, *, keep_weights: bool = False) -> list[str]:
+    """The files that `retire` removes, gone already or not."""
+    return [
+        name
+        for name in artifact.record["files"]
+        if name.startswith(OPTIMIZER) or (name.endswith(WEIGHTS) and not keep_weights)
+    ]
+
+
+def remove(directory: Path) -> None:
+    """Remove an artifact, whole or not at all, unless a stage is reading it."""
+    with flocked(directory, fcntl.LOCK_EX | fcntl.LOCK_NB) as mine:
+        if mine:
+            going = directory.parent / f".draft-{directory.name}-old-{os.getpid()}"
+            directory.rename(going)
+            shutil.rmtree(going)
+
+
+def abandoned(draft: Path) -> bool:
+    """Whether nobody builds in a draft any more: its owner is dead, or was a pid like ours."""
+    owner = int(draft.name.rpartition("-")[2])
+    # in a container the process that died often had the very pid that we have
+    return owner == os.getpid() or not _alive(owner)
+
+
+def keep_environment(run: Path) -> str | None:
+    """Write the lock that this process's records name into the run's directory, once.
+
+    Returns its name if it was not there.
+    """
+    name = environment.file_name(environment.describe()["packages"])
+    path = run / environment.DIRECTORY / name
+    if path.exists():
+        return None
+    path.parent.mkdir(exist_ok=True)
+    write_durably(path, environment.lock())
+    return f"{environment.DIRECTORY}/{name}"
 
 
 @contextmanager
@@ -273,21 +311,26 @@ def reading(paths: Iterable[Path]) -> Iterator[None]:
     with ExitStack() as stack:
         for path in paths:
             if path.is_dir():
-                stack.enter_context(_flocked(path, fcntl.LOCK_SH))
+                stack.enter_context(flocked(path, fcntl.LOCK_SH))
         yield
 
 
 @contextmanager
-def _flocked(directory: Path, kind: int) -> Iterator[bool]:
+def flocked(directory: Path, kind: int) -> Iterator[bool]:
     """Whether the lock was had; the kernel frees it with the process."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, kind)
-        yield True
-    except BlockingIOError:
-        yield False
+        yield _flock(descriptor, kind)
     finally:
         os.close(descriptor)
+
+
+def _flock(descriptor: int, kind: int) -> bool:
+    try:
+        fcntl.flock(descriptor, kind)
+    except BlockingIOError:
+        return False
+    return True
 
 
 @contextmanager
@@ -368,21 +411,6 @@ def _sync_directory(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-@lru_cache(maxsize=1)
-def _code() -> str:
-    """The version, and in a checkout the commit, `-dirty` when it has changes of its own."""
-    release, checkout = version("dapo-pipeline"), Path(__file__).parents[1]
-    if not (checkout / ".git").exists() or not shutil.which("git"):
-        return release
-    described = subprocess.run(
-        ["git", "-C", str(checkout), "describe", "--always", "--dirty"],
-        capture_output=True,
-        text=True,
-        check=False,  # a repository of somebody else's is none of ours
-    )
-    return f"{release} {described.stdout.strip()}".strip()
 
 
 def _alive(pid: int) -> bool:

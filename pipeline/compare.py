@@ -7,7 +7,7 @@ from typing import Any
 
 import polars as pl
 
-from pipeline import artifacts
+from pipeline import artifacts, mirror
 from pipeline.artifacts import RECORD, Artifact
 from pipeline.config import load, parse
 from pipeline.loop import CONFIG
@@ -208,7 +208,7 @@ def _rollouts(known: Sequence[Artifact], a: Path, b: Path) -> Path:
         raise InputError(f"{b} was made from other rollouts than {a}, which is from {path}")
     if artifacts.digest(path) != of_a:
         raise InputError(f"{path} is not what {a} was made from; rerun score, or give --rollouts")
-    return path
+    return mirror.looked_at(path, mirror.tables)
 
 
 def _filter_config(paths: Sequence[Path], overrides: Sequence[str]) -> tuple[filter.Config, str]:

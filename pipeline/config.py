@@ -18,9 +18,10 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 import conf
+from pipeline import mirror, storage
 from stages import evaluate, filter, prompts, rollout, score, select, update, warmstart
 from stages.errors import InputError
-from stages.settings import Machine, Settings
+from stages.settings import Machine, Settings, without_credentials
 
 CONFIG_DIR = Path(conf.__file__).parent.resolve()
 CHECKOUT = CONFIG_DIR.parent
@@ -50,6 +51,31 @@ class Schedule(Settings):
     keep_optimizers: int | None = Field(None, ge=1)  # newest optimizer states; None: all
 
 
+class Track(Settings):
+    """Which experiment tracker gets the figures; part of no artifact's identity.
+
+    Its keys come from the environment, never from here.
+    """
+
+    kind: Literal["off", "tensorboard", "mlflow", "wandb"] = "off"
+    project: str = "dapo"  # of wandb; mlflow calls it an experiment
+    directory: Path | None = None  # of local files; None: `tracker` below the run's
+    uri: str | None = None  # of mlflow; None: a database in `directory`
+    mode: Literal["online", "offline"] = "online"  # of wandb
+    patience_s: float = Field(60, gt=0)  # the end of a run waits so long for the tracker
+
+    @field_validator("uri", mode="before")
+    @classmethod
+    def _without_password(cls, uri: object) -> object:
+        return without_credentials(uri, "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD")
+
+    @model_validator(mode="after")
+    def _uri_has_a_reader(self) -> "Track":
+        if self.uri is not None and self.kind != "mlflow":
+            raise ValueError(f"uri is of track=mlflow, not of {self.kind}")
+        return self
+
+
 # a field hides the module of its own name
 Prompts = prompts.Config
 Warmstart = warmstart.Config
@@ -59,11 +85,12 @@ class RunConfig(Settings):
     """One run, whole: a field per stage, and how and where to execute it."""
 
     run: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")
-    data: Path
+    data: Path | str  # a directory, or a URL such as s3://bucket/prefix
     seed: int
     model: Model
     machine: Machine
     schedule: Schedule
+    track: Track = Track()
     prompts: Prompts
     heldout: Prompts
     warmstart: Warmstart | None = None  # none: model.path is given
@@ -79,11 +106,19 @@ class RunConfig(Settings):
     def _default_root(cls, path: object) -> object:
         """The checkout's own `data/`; where the package is installed, the working directory's."""
         root = CHECKOUT if (CHECKOUT / "pyproject.toml").exists() else Path.cwd()
-        return root / "data" if path is None else path
+        if storage.is_url(path):
+            return storage.checked(str(path))
+        return root / "data" if path is None else Path(path) if isinstance(path, str) else path
+
+    @property
+    def place(self) -> Path | str:
+        """Where the run is: a directory, or a URL."""
+        return mirror.run_place(self.data, self.run)
 
     @property
     def directory(self) -> Path:
-        return self.data / "runs" / self.run
+        """The run's files on this machine; of a URL, those that it has."""
+        return mirror.directory(self.place)
 
     @model_validator(mode="after")
     def _stages_agree(self) -> "RunConfig":
@@ -140,7 +175,7 @@ class RunConfig(Settings):
     def stage_settings(self) -> dict[str, Any]:
         """Dotted keys of what decides the artifacts; not how long, where or on what machine."""
         stages = self.model_dump(
-            mode="json", exclude={"run", "data", "seed", "machine", "schedule"}
+            mode="json", exclude={"run", "data", "seed", "machine", "schedule", "track"}
         )
         return {"schedule.one_step_off": self.schedule.one_step_off} | {
             f"{stage}.{key}": value
@@ -170,7 +205,9 @@ def composed(overrides: Sequence[str] = ()) -> str:
         raise InputError(_explained(error, overrides)) from error
     for key in (key for key, kind in KEYS.items() if kind is Path):
         if value := OmegaConf.select(config, key):
-            OmegaConf.update(config, key, os.path.abspath(value))
+            url = key == "data" and storage.is_url(value)
+            whole = storage.checked(value) if url else os.path.abspath(value)
+            OmegaConf.update(config, key, whole)
     for given in (OmegaConf.select(config, SETS) or {}).values():
         if given and given.get("file"):
             given.file = os.path.abspath(given.file)
@@ -236,10 +273,13 @@ def understood(override: str) -> str:
 
 
 def _keys(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every dotted key of the configuration and its type, `X | None` counting as X."""
+    """Every dotted key of the configuration and its type, `X | None` counting as X.
+
+    A path that may also be a URL counts as a path.
+    """
     for name, field in model.model_fields.items():
         kinds = [kind for kind in get_args(field.annotation) if kind is not NoneType]
-        kind = kinds[0] if len(kinds) == 1 else field.annotation
+        kind = kinds[0] if len(kinds) == 1 else Path if Path in kinds else field.annotation
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             yield from _keys(kind, f"{prefix}{name}.")
             if prefix:  # else it is a group

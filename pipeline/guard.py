@@ -2,9 +2,10 @@
 
 A child inherits a mark in its environment, however many sessions and process groups lie between.
 A guardian process waits for the pipe from here to close, which only the kernel does for a killed
-process, and then kills everything that carries the mark.
+process, and then kills everything that carries the mark. What was bequeathed to it is run then.
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -35,6 +36,18 @@ def install() -> None:
             os.environ[MARK] = mark
 
 
+def bequeath(command: list[str], environment: dict[str, str]) -> None:
+    """Have the guardian run `command` should this process be killed; an empty one is none.
+
+    It has our environment, as it was when the guardian started, and `environment` above it.
+    """
+    install()
+    assert _guardian and _guardian.stdin
+    will = json.dumps({"command": command, "environment": environment})
+    _guardian.stdin.write(will.encode() + b"\n")
+    _guardian.stdin.flush()
+
+
 def marked(mark: str) -> list[psutil.Process]:
     """The living processes that carry the mark."""
     return [p for p in psutil.process_iter() if _mark_of(p) == mark]
@@ -50,7 +63,7 @@ def _mark_of(process: psutil.Process) -> str | None:
 
 
 def _watch(mark: str) -> None:
-    sys.stdin.buffer.read()  # returns when the guarded process, the only writer, is gone
+    wills = list(sys.stdin.buffer)  # ends when the guarded process, the only writer, is gone
     deadline = time.monotonic() + PATIENCE_S
     while (alive := marked(mark)) and time.monotonic() < deadline:
         for process in alive:
@@ -59,6 +72,10 @@ def _watch(mark: str) -> None:
             except psutil.NoSuchProcess:
                 continue
         time.sleep(0.05)
+    will = json.loads(wills[-1]) if wills else {"command": []}
+    if will["command"]:
+        environment = {**os.environ, **will["environment"]}
+        subprocess.run(will["command"], env=environment, check=False)
 
 
 if __name__ == "__main__":

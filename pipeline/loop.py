@@ -15,12 +15,13 @@ from typing import NamedTuple, Protocol
 from pipeline import artifacts
 from pipeline.artifacts import Artifact
 from pipeline.config import RunConfig, parse
-from pipeline.runner import Input, Runner
+from pipeline.mirror import BEST, CONFIG, LATEST, Mirror, owned
+from pipeline.retries import tried
+from pipeline.runner import Input, Runner, Workers
 from stages import evaluate
 from stages.errors import Exhausted, InputError, Shortage
 from stages.settings import Settings
 
-CONFIG, LATEST, BEST = "config.yaml", "latest", "best"
 MARGIN = 1.25  # prompts to spare: a surplus group waits for the next step, a short round costs one
 Inputs = dict[str, Artifact | Path | list[Artifact | Path] | None]
 
@@ -240,15 +241,8 @@ def round_size(lacking: float, last: Sequence[Mapping[str, float]], *, most: int
     return min(max(size, 1), most)
 
 
-def train(
-    config: RunConfig, execute: Execute, *, stepped: Callable[[Step], None] = lambda step: None
-) -> Artifact:
-    """Train for `schedule.steps` steps; evaluate before the first, after the last and in between.
-
-    What is on disk already is served by `execute`, so that the same call resumes a run. Returns
-    the last evaluation. Raises `Shortage` when dynamic sampling cannot fill a batch; `Exhausted`
-    when the prompts are used up before the last step, after the evaluation of what was trained.
-    """
+def prepared(config: RunConfig, execute: Execute) -> tuple[Artifact, Artifact]:
+    """The checked prompts to train on, and those held out."""
     prompts, heldout = (
         execute(
             name,
@@ -261,27 +255,58 @@ def train(
     )
     # an evaluation set without prompts is noticed now, not after the warm start
     evaluate.exams(config.evaluate, prompts=heldout.path, more=config.evaluate.files)
+    return prompts, heldout
+
+
+def newest_step(directory: Path) -> int:
+    """The last step of a run whose policy is published; 0 of a run that has none."""
+    pointer = directory / LATEST
+    if not pointer.exists():
+        return 0
+    return int(pointer.read_text().partition("/")[0].removeprefix("step_"))
+
+
+def train(
+    config: RunConfig,
+    execute: Execute,
+    *,
+    stepped: Callable[[Step], None] = lambda step: None,
+    mirror: Mirror | None = None,
+) -> Artifact:
+    """Train for `schedule.steps` steps; evaluate before the first, after the last and in between.
+
+    What is on disk already is served by `execute`, so that the same call resumes a run. Returns
+    the last evaluation. Raises `Shortage` when dynamic sampling cannot fill a batch; `Exhausted`
+    when the prompts are used up before the last step, after the evaluation of what was trained.
+    """
+    prompts, heldout = prepared(config, execute)
     loop = Loop(config, execute, prompts, heldout)
     policy = loop.base_policy()
     reference = None if config.update.kl == "off" else policy
     evaluation = loop.evaluate(0, policy)
     best = better(None, config, evaluation, policy)
-    _point_best(config, best, newest=0)
+    if _point_best(config, best, newest=0) and mirror:
+        mirror.push_text(BEST)
     sampler, rounds = policy, list[Round]()
     for number in range(1, config.schedule.steps + 1):
         try:
             step = loop.step(number, policy, rounds, sampler=sampler, reference=reference)
         except Exhausted:
             best = better(best, config, loop.evaluate(number - 1, policy), policy)
-            _point_best(config, best, newest=number - 1)
+            if _point_best(config, best, newest=number - 1) and mirror:
+                mirror.push_text(BEST)
             raise
         sampler = policy if config.schedule.one_step_off else step.update
         policy, rounds, evaluation = step.update, step.rounds, step.evaluate or evaluation
         best = better(best, config, _evaluation_of(config, step), step.update)
         stepped(step)
-        _point_latest(config, step)
-        _point_best(config, best, newest=number)
-        retire_old_policies(config, newest=number, best=best)
+        if _point_latest(config, step) and mirror:
+            mirror.push_text(LATEST)
+        if _point_best(config, best, newest=number) and mirror:
+            mirror.push_text(BEST)
+        for old in retire_old_policies(config, newest=number, best=best):
+            if mirror:
+                mirror.push(old)
     return evaluation
 
 
@@ -367,10 +392,11 @@ def _waiting(rounds: list[Round]) -> str:
     return f"; {groups:.0f} informative groups are saved and were not trained" if groups else ""
 
 
-def retire_old_policies(config: RunConfig, *, newest: int, best: Best | None = None) -> None:
+def retire_old_policies(config: RunConfig, *, newest: int, best: Best | None = None) -> list[Path]:
     """Remove old optimizer states and weights, as the schedule says; records and tables stay.
 
     So do the weights of the best policy, the one that `best` names and the one that it will name.
+    Returns the policies that are old.
     """
     schedule = config.schedule
 
@@ -378,6 +404,7 @@ def retire_old_policies(config: RunConfig, *, newest: int, best: Best | None = N
         return keep is not None and number <= newest - keep
 
     kept = {best_policy(config.directory), best and best.policy}
+    retired = []
     for number in range(1, newest):
         milestone = schedule.keep_every is not None and number % schedule.keep_every == 0
         path = config.directory / step_name(number) / "update"
@@ -385,37 +412,38 @@ def retire_old_policies(config: RunConfig, *, newest: int, best: Best | None = N
         if weights or old(number, schedule.keep_optimizers):
             update = artifacts.load(path)
             artifacts.retire(update, keep_weights=not weights)
+            retired.append(update.path)
+    return retired
 
 
-def _point_latest(config: RunConfig, step: Step) -> None:
-    """`latest` names the newest policy; never back, while a resumed run serves its old steps."""
+def _point_latest(config: RunConfig, step: Step) -> bool:
+    """`latest` names the newest policy; never back, while a resumed run serves its old steps.
+
+    Returns whether it names another one now.
+    """
     pointer = config.directory / LATEST
     newest = pointer.read_text() if pointer.exists() else ""
     ours = f"{step_name(step.number)}/update"
     if (len(newest), newest) <= (len(ours), ours):  # step_10000 is after step_9999
         artifacts.write_durably(pointer, ours)
+    return (len(newest), newest) < (len(ours), ours)
 
 
-def newest_step(directory: Path) -> int:
-    """The last step of a run whose policy is published; 0 of a run that has none."""
-    pointer = directory / LATEST
-    if not pointer.exists():
-        return 0
-    return int(pointer.read_text().partition("/")[0].removeprefix("step_"))
-
-
-def _point_best(config: RunConfig, best: Best | None, *, newest: int) -> None:
+def _point_best(config: RunConfig, best: Best | None, *, newest: int) -> bool:
     """`best` names the best policy of the steps up to `newest`, if `latest` is none after them.
 
     A resumed run serves its old steps first, and knows the best of all of them at the last one.
+    Returns whether it names another one now.
     """
     if best is None or newest < newest_step(config.directory):
-        return
+        return False
     inside = best.policy.is_relative_to(config.directory)
     name = str(best.policy.relative_to(config.directory) if inside else best.policy)
     pointer = config.directory / BEST
-    if not pointer.exists() or pointer.read_text() != name:
-        artifacts.write_durably(pointer, name)
+    if pointer.exists() and pointer.read_text() == name:
+        return False
+    artifacts.write_durably(pointer, name)
+    return True
 
 
 def best_policy(directory: Path) -> Path | None:
@@ -424,11 +452,12 @@ def best_policy(directory: Path) -> Path | None:
     return directory / pointer.read_text() if pointer.exists() else None
 
 
-def plainly(runner: Runner) -> Execute:
-    """Execute without Prefect."""
+def plainly(runner: Runner, *, say: Callable[[str], None] = print) -> Execute:
+    """Execute without Prefect; `say` is told of what is tried again."""
 
     def execute(label: str, stage: str, *, out: Path, config: Settings, inputs: Inputs) -> Artifact:
-        return runner.run(stage, out=out, config=config, inputs=paths(inputs))[0]
+        run = partial(runner.run, stage, out=out, config=config, inputs=paths(inputs))
+        return tried(run, retries=runner.machine.retries, say=say)[0]
 
     return execute
 
@@ -450,19 +479,27 @@ def _path(item: Artifact | Path) -> Path:
 
 
 @contextmanager
-def opened(text: str, *, force: bool = False) -> Iterator[tuple[RunConfig, Runner]]:
+def opened(
+    text: str, *, force: bool = False, workers: Workers | None = None
+) -> Iterator[tuple[RunConfig, Runner]]:
     """A run directory of one's own, its saved configuration, and a runner for its stages.
 
     `text` is a composed configuration. Raises `InputError` if the run is in use, or was made with
     other settings and `force` is off.
     """
     config = parse(text)
-    with artifacts.locked(config.directory):
+    with owned(config.place) as mirror:
         saved = config.directory / CONFIG
         if saved.exists() and not force:
             _check_same_settings(parse(saved.read_text()), config)
         artifacts.write_durably(saved, text)
-        with Runner(config.machine, logs=config.directory / "logs", force=force) as runner:
+        lock = artifacts.keep_environment(config.directory)
+        if mirror:
+            for name in filter(None, (CONFIG, lock)):
+                mirror.push_text(name)
+        with Runner(
+            config.machine, logged=True, force=force, workers=workers, mirror=mirror
+        ) as runner:
             yield config, runner
 
 

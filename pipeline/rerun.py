@@ -1,16 +1,17 @@
 """Rebuild one artifact of a run on the very inputs that it was made from."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from pipeline import artifacts
 from pipeline.artifacts import Artifact
 from pipeline.config import RunConfig, parse
-from pipeline.loop import CONFIG
-from pipeline.runner import Runner
+from pipeline.loop import CONFIG, Execute, evaluation_inputs, newest_step, paths, step_name
+from pipeline.mirror import Mirror, bring
+from pipeline.runner import Runner, accepts, recipe_for
 from stages import update
 from stages.errors import InputError
 from stages.settings import Settings
@@ -26,6 +27,7 @@ class Rerun:
     original: Artifact
     config: Settings
     run: RunConfig
+    directory: Path
     altered: bool
 
     @classmethod
@@ -48,13 +50,13 @@ class Rerun:
             name.removeprefix(f"{key}."): value for name, value in changed.items()
         }
         kind = type(getattr(config, key))
-        return cls(original, kind(**settings), config, altered=bool(changed))
+        return cls(original, kind(**settings), config, run, altered=bool(changed))
 
-    def build(self, *, out: Path | None, replace: bool) -> Artifact:
+    def build(self, *, out: Path | None, replace: bool, mirror: Mirror | None = None) -> Artifact:
         """Build it at `out`, in the original's place, or beside it as the next variant."""
         original = self.original
         target = original.path if replace else out.absolute() if out else _variant(original.path)
-        with Runner(self.run.machine) as runner:
+        with Runner(self.run.machine, mirror=mirror) as runner:
             return runner.build(
                 original.stage,
                 out=target,
@@ -74,6 +76,8 @@ class Rerun:
             raise InputError(f"--dry is for update, not for {self.original.stage}")
         if self.original.retired:
             raise InputError(f"{self.original.path}: its weights were retired; take a later step")
+        inputs = [path for path in self.original.sources.values() if path]
+        bring(self.directory, [self.original.path, *inputs])
         return update.dry(
             **self.original.sources,
             updated=self.original.path,
@@ -83,6 +87,47 @@ class Rerun:
             },
             machine=self.run.machine,
         )
+
+
+def evaluated(
+    run: Path,
+    *,
+    step: int | None,
+    overrides: Sequence[str],
+    mirror: Mirror | None,
+    execute: Callable[[Runner], Execute],
+) -> Artifact:
+    """The evaluation of the policy that `step` made, by default the newest one.
+
+    With the run's own settings it is, or becomes, the step's; with others it stands beside it, as
+    the first variant that is free or has these very settings.
+
+    Raises `InputError` for an override that is no business of an evaluation.
+    """
+    text = (run / CONFIG).read_text()
+    config, asked = parse(text), parse(text, overrides)
+    foreign = [
+        key
+        for key, value in asked.stage_settings().items()
+        if config.stage_settings()[key] != value and not key.startswith("evaluate.")
+    ]
+    if foreign:
+        raise InputError(f"{foreign[0]} does not concern an evaluation; give evaluate.… only")
+    number = newest_step(run) if step is None else step
+    place = run / step_name(number)
+    first = config.model.path if config.warmstart is None else place / "warmstart"
+    policy = artifacts.load(place / "update").path if number else first
+    assert policy is not None  # else there would be a warm start
+    inputs = evaluation_inputs(asked.evaluate, run / "heldout", policy)
+    recipe = recipe_for("evaluate", asked.evaluate, paths(inputs))
+    out = next(
+        out
+        for out in chain([place / "evaluate"], _variants(place / "evaluate"))
+        if not out.exists() or accepts(artifacts.load(out), recipe)
+    )
+    with Runner(asked.machine, logged=True, mirror=mirror) as runner:
+        label = f"step-{number} / {out.name}"
+        return execute(runner)(label, "evaluate", out=out, config=asked.evaluate, inputs=inputs)
 
 
 def dry_update(
@@ -119,5 +164,8 @@ def _place(run: Path, *, step: int, stage: str, round: int | None) -> Path:
 
 
 def _variant(original: Path) -> Path:
-    paths = (original.parent / f"{original.name}.variant-{number}" for number in count(1))
-    return next(path for path in paths if not path.exists())
+    return next(path for path in _variants(original) if not path.exists())
+
+
+def _variants(original: Path) -> Iterator[Path]:
+    return (original.parent / f"{original.name}.variant-{number}" for number in count(1))

@@ -4,18 +4,20 @@ import importlib
 import inspect
 import os
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, get_args
 
-from pipeline import artifacts, parts
-from pipeline.artifacts import Artifact, Recipe
+from pipeline import artifacts, logs, parts
+from pipeline.artifacts import OPTIMIZER, Artifact, Recipe
+from pipeline.logs import StageLog
+from pipeline.mirror import Mirror
 from pipeline.worker import Worker, WorkerDied
 from stages import progress
-from stages.errors import InputError
+from stages.errors import InputError, OutOfMemory
 from stages.settings import Machine, Settings
 
 Input = Path | Sequence[Path] | None
@@ -30,7 +32,9 @@ STAGES = (
     "update",
     "evaluate",
 )
-# torch and vLLM live in processes of their own; the other stages run where they are called
+Workers = Mapping[str, Sequence[Worker]]
+# torch and vLLM live in processes of their own; the other stages run where they are called, or in
+# a process, too, if they have a time limit
 PROCESS = {"warmstart": "trainer", "update": "trainer", "rollout": "engine", "evaluate": "engine"}
 PARTIAL = "partial"  # the parameter of a stage that keeps what is finished for the next attempt
 GATHERED = "gathered"  # and the one that says that engines have sampled all into it
@@ -73,24 +77,30 @@ class Runner:
     """Runs stages on one machine and keeps their worker processes until it is closed.
 
     Args:
-        logs: directory for what the workers print; None: the caller's stderr.
+        logged: keep what each stage prints in a file beside its artifact, `rollout.log` beside
+            `rollout`; else it goes to the caller's stderr.
         force: rebuild an artifact of another recipe instead of refusing it.
+        workers: processes of somebody else's to use, and to leave alone at the end.
+        mirror: of the run in a store that the artifacts belong to.
     """
 
-    def __init__(self, machine: Machine, *, logs: Path | None = None, force: bool = False) -> None:
+    def __init__(
+        self,
+        machine: Machine,
+        *,
+        logged: bool = False,
+        force: bool = False,
+        workers: Workers | None = None,
+        mirror: Mirror | None = None,
+    ) -> None:
+        _check_limits(machine)
         self.machine = machine
+        self.logged = logged
         self.force = force
+        self.mirror = mirror
         self.spread: parts.Spread = parts.in_threads  # who runs a stage's parts
-        self._workers = {
-            "trainer": [Worker(logs and logs / "trainer.log")],
-            "engine": [
-                Worker(
-                    logs and logs / (f"engine-{index}.log" if index else "engine.log"),
-                    environment=_devices(machine, index),
-                )
-                for index in range(machine.engines)
-            ],
-        }
+        self._workers = new_workers(machine) if workers is None else workers
+        self._owned = workers is None
 
     def __enter__(self) -> Self:
         return self
@@ -105,7 +115,7 @@ class Runner:
 
     def close(self) -> None:
         """End the worker processes."""
-        for process in self._workers:
+        for process in self._workers if self._owned else ():
             self._close(process)
 
     def run(
@@ -118,7 +128,7 @@ class Runner:
         """
         if out.exists():
             found = artifacts.load_unchanged(out)
-            recipe = _recipe(stage, config, inputs)
+            recipe = recipe_for(stage, config, inputs)
             if accepts(found, recipe):
                 return found, True
             if not self.force:
@@ -141,13 +151,28 @@ class Runner:
         pinned: bool = False,
     ) -> Artifact:
         """Run the stage and publish what it made at `out`, in place of what stands there or not."""
-        recipe = _recipe(stage, config, inputs)
+        recipe = recipe_for(stage, config, inputs)
+        if self.mirror:
+            moments = stage == "update"  # only training goes on from them
+            self.mirror.bring(
+                _paths(inputs), lambda name: moments or not name.startswith(OPTIMIZER)
+            )
         started = time.time()
-        with artifacts.reading(_paths(inputs)), artifacts.draft(out) as building:
+        with (
+            artifacts.reading(_paths(inputs)),
+            artifacts.draft(out) as building,
+            self._log(out, recipe) as log,
+        ):
             arguments = {**inputs, "out": building, "config": config, "machine": self.machine}
             if PARTIAL in inspect.signature(_module(stage).run).parameters:
                 arguments[PARTIAL] = artifacts.partial(out, recipe)
-            metrics = self._call(stage, arguments)
+            try:
+                metrics = self._call(stage, arguments, log)
+            except OutOfMemory:
+                self._ask_for_less(stage)
+                raise
+            if self.mirror and replace:
+                self.mirror.drop(out)
             made = artifacts.publish(
                 building,
                 out,
@@ -160,27 +185,50 @@ class Runner:
                 pinned=pinned,
             )
         artifacts.forget_partial(out)
+        if self.mirror:
+            self.mirror.push(out)
         return made
 
-    def _call(self, stage: str, arguments: dict[str, Any]) -> dict[str, float]:
-        if stage not in PROCESS:
+    @contextmanager
+    def _log(self, out: Path, recipe: Recipe) -> Iterator[StageLog | None]:
+        """The log of one attempt, from its recipe to its end or its error."""
+        if not self.logged:
+            yield None
+            return
+        with StageLog(out.with_name(f"{out.name}.log"), logs.listener.get()) as log:
+            log.note(f"{recipe.stage} begins, recipe {recipe.digest[:12]}")
+            try:
+                yield log
+            except BaseException as error:
+                log.note("\n".join([f"{type(error).__name__}: {error}", *_notes(error)]))
+                raise
+            log.note(f"{recipe.stage} is published")
+
+    def _call(
+        self, stage: str, arguments: dict[str, Any], log: StageLog | None = None
+    ) -> dict[str, float]:
+        limit = self.machine.timeout_s(stage)
+        process = PROCESS.get(stage, "tables" if limit else None)
+        if process is None:
             return _module(stage).run(**arguments)
-        process = PROCESS[stage]
         if self.machine.engine_between != "stay":
             self._make_room(process)
         metrics: dict[str, float] = {}
         if process == "engine" and self.machine.engines > 1:
-            metrics = self._in_parts(stage, arguments)
+            metrics = self._in_parts(stage, arguments, log)
             arguments = {**arguments, GATHERED: True}
         made = self._workers[process][0].call(
             stage,
             arguments,
             listener=_listener(stage),
-            timeout_s=self.machine.stage_timeout_s,
+            timeout_s=limit,
+            log=log,
         )
         return made | metrics
 
-    def _in_parts(self, stage: str, arguments: dict[str, Any]) -> dict[str, float]:
+    def _in_parts(
+        self, stage: str, arguments: dict[str, Any], log: StageLog | None
+    ) -> dict[str, float]:
         """Have each engine sample some of the stage's groups; they are in its `partial` then.
 
         When one fails the others still finish theirs, and then its error is raised.
@@ -190,13 +238,15 @@ class Runner:
         told = parts.Progress(_listener(stage))
 
         def run(job: parts.Job) -> dict[str, float]:
-            return self._workers["engine"][job.engine].call(
-                job.stage,
-                job.arguments,
-                function="run_part",
-                listener=told.of(job.engine),
-                timeout_s=self.machine.stage_timeout_s,
-            )
+            with log.beside(f"engine-{job.engine}") if log else nullcontext() as own:
+                return self._workers["engine"][job.engine].call(
+                    job.stage,
+                    job.arguments,
+                    function="run_part",
+                    listener=told.of(job.engine),
+                    timeout_s=self.machine.timeout_s(stage),
+                    log=own,
+                )
 
         given = {name: value for name, value in arguments.items() if name != "out"}
         count = self.machine.engines
@@ -212,12 +262,23 @@ class Runner:
             self._close("engine")
             raise
 
+    def _ask_for_less(self, stage: str) -> None:
+        """After memory ran out: half as many tokens or sequences at once from now on."""
+        process = PROCESS.get(stage, "tables")
+        self._close(process)
+        knob = {"trainer": "micro_batch_tokens", "engine": "max_num_seqs"}.get(process)
+        if knob:
+            half = max(1, getattr(self.machine, knob) // 2)
+            self.machine = self.machine.model_copy(update={knob: half})
+
     def _close(self, process: str) -> None:
         for worker in self._workers[process]:
             worker.close()
 
     def _make_room(self, process: str) -> None:
         """Have the other workers give back what they hold on the devices that they share."""
+        if process == "tables":
+            return
         other = "trainer" if process == "engine" else "engine"
         if other == "trainer" or self.machine.engine_between == "exit":
             self._close(other)
@@ -226,6 +287,24 @@ class Runner:
             if worker.running:
                 with suppress(WorkerDied):  # then it holds nothing
                     worker.call("engines", {}, function="sleep")
+
+
+def new_workers(machine: Machine) -> Workers:
+    """The processes that stages may run in; none is started before it is needed."""
+    engines = [Worker(environment=_devices(machine, index)) for index in range(machine.engines)]
+    return {"trainer": [Worker()], "engine": engines, "tables": [Worker()]}
+
+
+def _check_limits(machine: Machine) -> None:
+    if unknown := machine.stage_timeouts_s.keys() - set(STAGES):
+        raise InputError(
+            f"machine.stage_timeouts_s names {min(unknown)}, which is no stage: {', '.join(STAGES)}"
+        )
+
+
+def _notes(error: BaseException) -> list[str]:
+    """The traceback in the process that the stage ran in."""
+    return [str(note).rstrip() for note in getattr(error, "__notes__", [])]
 
 
 def _listener(stage: str) -> progress.Listener | None:
@@ -256,7 +335,8 @@ def accepts(found: Artifact, recipe: Recipe) -> bool:
     return found.recipe == recipe
 
 
-def _recipe(stage: str, config: Settings, inputs: Mapping[str, Input]) -> Recipe:
+def recipe_for(stage: str, config: Settings, inputs: Mapping[str, Input]) -> Recipe:
+    """What decides the artifact that the stage would make."""
     return Recipe(
         stage=stage,
         config=config.model_dump(mode="json"),

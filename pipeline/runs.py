@@ -6,7 +6,7 @@ from typing import Any
 
 import polars as pl
 
-from pipeline import artifacts
+from pipeline import artifacts, mirror, storage
 from pipeline.artifacts import RECORD, Artifact
 from pipeline.config import load
 from pipeline.loop import BEST, CONFIG
@@ -14,32 +14,55 @@ from stages import tables
 from stages.errors import InputError
 
 
-def find(run: str) -> Path:
-    """The directory of a run, given by name (below the data root) or by path."""
-    runs = load().data / "runs"
-    for path in (runs / run, Path(run).absolute()):
+def find(run: str, wanted: mirror.Wanted = mirror.nothing) -> Path:
+    """The directory of a run, given by name (below the data root), by path or by URL.
+
+    Of a run in a store it is the mirror, with every record and the wanted files.
+    """
+    data = load().data
+    named = [mirror.run_place(data, run), Path(run).absolute()]
+    for place in [run] if storage.is_url(run) else named:
+        path = mirror.looked_at(place, wanted)
         if (path / CONFIG).is_file():
             return path
-    raise InputError(f"there is no run '{run}' in {runs}; `dapo ls` lists the runs")
+    raise InputError(f"there is no run '{run}' in {data}/{mirror.RUNS}; `dapo ls` lists the runs")
+
+
+def root() -> Path:
+    """The data root on this machine; of a store, where its mirrors are."""
+    data = load().data
+    return storage.cache(data) if isinstance(data, str) else data
 
 
 def overview() -> list[dict[str, Any]]:
-    """Every run below the data root, the newest last."""
-    return [_run_row(path) for path in directories()]
+    """Every run below the data root, the newest last; of a store by name."""
+    data = load().data
+    if isinstance(data, str):
+        mirrors = {url: mirror.looked_at(url) for url in mirror.stored_runs(data)}
+        there = {url: path for url, path in mirrors.items() if (path / CONFIG).is_file()}
+        return [_run_row(path) | {"directory": url} for url, path in there.items()]
+    return [_run_row(run) for run in directories()]
 
 
-def directories() -> list[Path]:
-    """The directory of every run below the data root, the one begun last at the end."""
-    found = sorted((load().data / "runs").glob(f"*/{CONFIG}"), key=lambda p: p.stat().st_mtime)
+def directories(wanted: mirror.Wanted = mirror.nothing) -> list[Path]:
+    """Of every run below the data root, the newest last; of a store their mirrors, by name."""
+    data = load().data
+    if isinstance(data, str):
+        mirrors = [mirror.looked_at(url, wanted) for url in mirror.stored_runs(data)]
+        return [path for path in mirrors if (path / CONFIG).is_file()]
+    found = sorted((data / mirror.RUNS).glob(f"*/{CONFIG}"), key=lambda p: p.stat().st_mtime)
     return [path.parent for path in found]
 
 
-def newest() -> Path:
-    """The run that was begun last. Raises `InputError` where there is none."""
+def newest(wanted: mirror.Wanted = mirror.nothing) -> Path:
+    """The run that was begun last; of a store, the last by name.
+
+    Raises `InputError` where there is none.
+    """
     found = directories()
     if not found:
         raise InputError("there are no runs yet; start with: dapo train experiment=demo")
-    return found[-1]
+    return mirror.looked_at(found[-1], wanted)
 
 
 def _run_row(run: Path) -> dict[str, Any]:
@@ -126,12 +149,12 @@ def stale_inputs(artifact: Artifact) -> list[str]:
     """The inputs that no longer have the content that this artifact was made from."""
     return [
         f"{name} {path}"
-        for name, path, digest in _inputs(artifact)
+        for name, path, digest in inputs(artifact)
         if (path / RECORD).exists() and artifacts.load(path).digest != digest
     ]
 
 
-def _inputs(artifact: Artifact) -> Iterator[tuple[str, Path, str]]:
+def inputs(artifact: Artifact) -> Iterator[tuple[str, Path, str]]:
     """Name, path and digest of every input."""
     for name, source in artifact.sources.items():
         known = artifact.recipe.inputs[name]
@@ -147,7 +170,7 @@ def stale_below(run: Path, changed: Artifact) -> list[Path]:
     if not any(stale_inputs(artifact) for artifact in artifacts_below(run)):
         return []  # other settings, same content
     for artifact in artifacts_below(run):
-        if affected.intersection(path for _, path, _ in _inputs(artifact)):
+        if affected.intersection(path for _, path, _ in inputs(artifact)):
             affected.add(artifact.path)
     return sorted(affected - {changed.path})
 

@@ -172,7 +172,7 @@ class _Loop:
         self.select = config.select.model_copy(
             update={"seed": config.select.seed + 1000 * seed, "n": config.rollout.n}
         )
-        self.known, self.trust = beliefs.read(None), 1.0
+        self.known = beliefs.read(None)
         self.start = 0
         self.waiting = _no_responses()
         self.before: list[dict[str, float]] = []
@@ -236,7 +236,6 @@ class _Loop:
             self.known,
             self.start,
             settings,
-            trust=self.trust,
             source=NOWHERE,
         )
         self.start = int(selection["position"].max()) + 1  # type: ignore[arg-type]
@@ -247,7 +246,6 @@ class _Loop:
             self.known = beliefs.updated(
                 self.known, selection, groups, half_life=self.select.half_life
             )
-            self.trust = beliefs.trust(selection, groups)
 
     def _answered(self, selection: pl.DataFrame, step: int) -> pl.DataFrame:
         n = self.config.rollout.n

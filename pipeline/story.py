@@ -12,7 +12,7 @@ from pipeline.artifacts import Artifact
 from pipeline.read import Place, Run, asked
 from stages.errors import InputError
 
-CHOSEN = ("step", "round", "why", "weight", "pass_rate", "evidence", "trust", "epoch", "prompt_id")
+CHOSEN = ("step", "round", "why", "weight", "pass_rate", "evidence", "epoch", "prompt_id")
 SAMPLED = ("group_id", "sample", "seed", "temperature", "length", "finish_reason")
 DECIDED = (
     *("decision", "reason", "n", "n_scored", "acc_mean", "metric_min", "metric_max"),

@@ -21,7 +21,6 @@ Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
 UNKNOWN_MEAN, UNKNOWN_SPREAD = 0.5, 0.5  # of a run that has seen nothing: Beta(½, ½)
 WEIGHT = 8.0  # prompts' worth of evidence that the wider prior counts for
 LARGEST = 1e300  # number in the prompts' meta
-TRUSTS = (0.1, 1.25)
 SPREADS = (0.02, 0.95)  # of a pool: 0 is all prompts alike, 1 each always or never right
 
 
@@ -71,26 +70,6 @@ def updated(
         )
         .sort("prompt_id")
     )
-
-
-def trust(selection: pl.DataFrame, groups: pl.DataFrame) -> float:
-    """What the weights of prompts that were asked before are worth, beside those that were not.
-
-    A policy learns what it is trained on, and what seemed mixed was often so by chance: prompts
-    that are asked again are mixed less often than expected. The factor follows what is found.
-
-    Args:
-        selection: one round's, with the factor that its weights hold already.
-        groups: what the filter found of it.
-    """
-    last = selection["trust"].drop_nulls()
-    judged = groups.filter(pl.col("n_scored") > 0)
-    seen = selection.filter(pl.col("evidence") > 0).join(judged, on="group_id")
-    expected, found = seen.select(
-        pl.col("weight").sum(), (pl.col("metric_max") > pl.col("metric_min")).sum()
-    ).row(0)
-    factor = (last[0] if len(last) else 1.0) * (found + WEIGHT) / (expected + WEIGHT)
-    return float(np.clip(factor, *TRUSTS))
 
 
 def faded(known: pl.DataFrame, step: object, *, half_life: float) -> pl.DataFrame:

@@ -80,7 +80,6 @@ SPECIAL: dict[str, dict[str, str]] = {
         "weight": "what the policy goes by: probability of a mixed group, a weight, or 1",
         "pass_rate": "what an adaptive policy expects of acc; null elsewhere",
         "evidence": "responses to this very prompt that pass_rate rests on, old ones faded",
-        "trust": "factor in the weights of prompts with evidence",
         "why": "shuffle, explore, unseen, informative or weighted",
         "epoch": "how often the stream had run through all prompts",
     },

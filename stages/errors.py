@@ -1,4 +1,4 @@
-"""The errors that a person can mend; whoever raises one says what was expected and what to do."""
+"""The errors that explain themselves; whoever raises one says what was expected and what to do."""
 
 
 class InputError(ValueError):
@@ -19,3 +19,11 @@ class NonFinite(RuntimeError):
 
 class EngineMismatch(RuntimeError):
     """The sampler does not run the policy that it claims to run."""
+
+
+class OutOfMemory(RuntimeError):
+    """The device or the machine has less memory than was asked for; nothing was saved."""
+
+
+class StorageError(RuntimeError):
+    """The store failed, for longer than it was worth trying; the same command goes on."""

@@ -60,7 +60,6 @@ class Priorities(NamedTuple):
     weight: Floats
     pass_rate: Floats | None = None  # the posterior's mean
     evidence: Floats | None = None  # responses that it rests on
-    trust: Floats | None = None  # in the weights of those with evidence
 
 
 def run(
@@ -85,14 +84,13 @@ def run(
     before = tables.read(previous, "selection") if previous else None
     if before is not None and before.is_empty():
         raise InputError(f"{previous}: the previous selection has no rows")
-    known, trust = beliefs.read(previous), 1.0
+    known = beliefs.read(previous)
     if before is not None and config.policy != "shuffle":
         shown = pl.DataFrame(schema=tables.polars_schema("groups"))
         shown = tables.read(groups, "groups") if groups else shown
         known = beliefs.updated(known, before, shown, half_life=config.half_life)
-        trust = beliefs.trust(before, shown)
     start = 0 if before is None else int(before["position"].max()) + 1  # type: ignore[arg-type]
-    selection = choose(asked, known, start, config, trust=trust, source=prompts)
+    selection = choose(asked, known, start, config, source=prompts)
     tables.write(out, "selection", selection)
     if config.policy != "shuffle":
         tables.write(out, "beliefs", known)
@@ -111,7 +109,6 @@ def choose(
     start: int,
     config: Config,
     *,
-    trust: float = 1.0,
     source: Path,
 ) -> pl.DataFrame:
     """The `selection` of one round.
@@ -120,7 +117,6 @@ def choose(
         prompts: all of them, by prompt_id.
         known: `beliefs` so far.
         start: position of the shuffled stream.
-        trust: see `beliefs.trust`.
         source: of the prompts, for messages.
     """
     ids = prompts["prompt_id"]
@@ -129,7 +125,7 @@ def choose(
         picks = _stream(ids, positions, config.seed)
         return _selection(ids, picks, positions, Priorities(*[np.ones(len(ids))] * 2), [], config)
     noise = np.random.default_rng([config.seed, config.step, config.round])
-    found = _priorities(prompts, known, trust, config, noise, source)
+    found = _priorities(prompts, known, config, noise, source)
     explored = int((noise.random(config.size) < config.explore).sum())
     positions = np.arange(start, start + explored)
     picks = _stream(ids, positions, config.seed)
@@ -152,7 +148,6 @@ def choose(
 def _priorities(
     prompts: pl.DataFrame,
     known: pl.DataFrame,
-    trust: float,
     config: Config,
     noise: np.random.Generator,
     source: Path,
@@ -169,12 +164,11 @@ def _priorities(
     right, wrong = (evidence[name].fill_null(0).to_numpy() for name in ("right", "wrong"))
     pools = beliefs.pools(prompts, config.pool_by, source)
     a, b, seen = posterior = beliefs.posterior(right, wrong, pools)
-    worth = np.where(seen > 0, trust, 1.0)
-    weight = order = worth * beliefs.expected_informative(a, b, config.n)
+    weight = order = beliefs.expected_informative(a, b, config.n)
     if config.draw == "thompson":
-        order = worth * beliefs.informative(noise.beta(a, b), config.n)
+        order = beliefs.informative(noise.beta(a, b), config.n)
     ties = 1e-9 * noise.random(len(a))
-    return Priorities(order + ties, weight, posterior.mean, seen, np.full(len(a), trust))
+    return Priorities(order + ties, weight, posterior.mean, seen)
 
 
 def _weights(prompts: pl.DataFrame, config: Config, source: Path) -> Floats:
@@ -223,7 +217,6 @@ def _selection(
             "weight": of(found.weight),
             "pass_rate": of(found.pass_rate),
             "evidence": of(found.evidence),
-            "trust": of(found.trust),
             "why": pl.Series(why, dtype=pl.String),
         }
     )

@@ -1,14 +1,35 @@
 """The base of every stage's `Config`, and the machine's knobs, which identify no artifact."""
 
+import re
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    field_validator,
+    model_validator,
+)
 
 
 class Settings(BaseModel):
     """Flat, frozen and typo-proof: an unknown key or a wrong type fails before anything wakes."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+def without_credentials(address: object, variable: str) -> object:
+    """`address`. Raises `ValueError`, without repeating it, if it holds a user or a password.
+
+    Settings are saved beside the data and shown in user interfaces, so secrets are none.
+    """
+    if isinstance(address, str) and re.search(r"://[^/]*@", address):
+        raise ValueError(
+            "the address holds a user or a password (before the @), which would be saved with the "
+            f"run; take it out, and put what is secret into the environment variable {variable}"
+        )
+    return address
 
 
 class Machine(Settings):
@@ -48,8 +69,20 @@ class Machine(Settings):
     # what the engine does while the trainer works. Unless both stay, only one of them has memory on
     # the device at a time: the trainer's process ends before the engine works
     engine_between: Literal["stay", "sleep", "exit"] = "stay"
-    # a stage in a worker process is killed, with its children, after so long
+    # a stage is killed, with its children, after so long; by its name, if that differs
     stage_timeout_s: float | None = Field(None, gt=0)
+    stage_timeouts_s: dict[str, PositiveFloat] = {}
+    # more tries at a stage that ended by what may pass: a process that died, memory, storage
+    retries: int = Field(1, ge=0)
+
+    def timeout_s(self, stage: str) -> float | None:
+        """How long `stage` may take, in seconds; None: for ever."""
+        return self.stage_timeouts_s.get(stage, self.stage_timeout_s)
+
+    @field_validator("endpoint", mode="before")
+    @classmethod
+    def _without_password(cls, endpoint: object) -> object:
+        return without_credentials(endpoint, "DAPO_ENDPOINT_KEY")
 
     @model_validator(mode="after")
     def _sleeps_where_it_can(self) -> "Machine":

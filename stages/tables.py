@@ -89,7 +89,6 @@ SCHEMAS: dict[str, pa.Schema] = {
         weight=pa.float64(),
         pass_rate=(pa.float64(), None),
         evidence=(pa.float64(), None),
-        trust=(pa.float64(), None),
         why=pa.string(),
         epoch=pa.int32(),
     ),

@@ -11,7 +11,7 @@ from hypothesis import settings
 from stages import tables, warmstart
 from stages.settings import Machine
 
-pytest_plugins = ("small_run",)
+pytest_plugins = ("prefect_server", "small_run")
 
 settings.register_profile("patient", deadline=None)  # a machine may be busy
 settings.load_profile("patient")

@@ -1,14 +1,18 @@
 """A finished run of the smallest kind, made once: real stages, no vLLM, no Prefect."""
 
+import atexit
 import shutil
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from pipeline import loop, runs
 from pipeline.artifacts import Artifact
-from pipeline.config import composed
+from pipeline.config import composed, parse
+from pipeline.runner import Workers, new_workers
+from stages.settings import Machine
 
 SMALL = (
     "run=small",
@@ -38,11 +42,20 @@ SMALL = (
 )
 
 
-def run(data: Path, overrides: Sequence[str] = (), *, force: bool = False) -> list[str]:
-    """Train below `data`; returns the labels of the stages that were built, not served."""
+@cache
+def workers() -> Workers:
+    """Processes that all small runs of a session share: each would import torch again."""
+    made = new_workers(Machine())
+    atexit.register(lambda: [worker.close() for each in made.values() for worker in each])
+    return made
+
+
+def run(data: Path | str, overrides: Sequence[str] = (), *, force: bool = False) -> list[str]:
+    """Train below a directory or a URL; returns the labels of stages that were built."""
     built: list[str] = []
     text = composed([*SMALL, f"data={data}", *overrides])
-    with loop.opened(text, force=force) as (config, runner):
+    shared = workers() if parse(text).machine == Machine() else None
+    with loop.opened(text, force=force, workers=shared) as (config, runner):
 
         def execute(label: str, stage: str, *, out, config, inputs) -> Artifact:  # type: ignore[no-untyped-def]
             made, served = runner.run(stage, out=out, config=config, inputs=loop.paths(inputs))
@@ -50,7 +63,7 @@ def run(data: Path, overrides: Sequence[str] = (), *, force: bool = False) -> li
                 built.append(label)
             return made
 
-        loop.train(config, execute)
+        loop.train(config, execute, mirror=runner.mirror)
     return built
 
 

@@ -2,15 +2,16 @@
 
 import signal
 import sys
+from collections.abc import Callable, Iterable
 
 import typer
 from rich.markup import escape
 
 from pipeline import runner
-from pipeline.cli import inspecting, looking, stages, training
+from pipeline.cli import garbage, inspecting, lineage, looking, operating, stages, training
 from pipeline.cli.console import err
 from pipeline.worker import StageTimeout, WorkerDied
-from stages.errors import EngineMismatch, InputError, NonFinite, Shortage
+from stages.errors import EngineMismatch, InputError, NonFinite, Shortage, StorageError
 
 MENDABLE = (InputError, Shortage, NonFinite, EngineMismatch)
 
@@ -21,10 +22,11 @@ app = typer.Typer(
     help="Train a language model with DAPO, stage by stage, and see everything that happened.",
     epilog="Start with: dapo train experiment=demo",
 )
-PANELS = {
+PANELS: dict[str, Iterable[Callable[..., None]]] = {
     "Make": (training.train, training.rerun, training.config),
+    "Operate": (operating.deploy, operating.serve, garbage.gc),
     "Look": (
-        *(looking.ls, looking.show, looking.verify),
+        *(looking.ls, looking.show, lineage.lineage, looking.verify),
         *(inspecting.sql, inspecting.samples, inspecting.explain, inspecting.metrics),
         *(looking.compare, looking.simulate),
     ),
@@ -39,7 +41,7 @@ def main() -> None:
     """Run the command; an error that explains itself is one message without a traceback."""
     try:
         app()
-    except (WorkerDied, StageTimeout, *MENDABLE) as error:
+    except (WorkerDied, StageTimeout, StorageError, *MENDABLE) as error:
         err.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         sys.exit(2 if isinstance(error, MENDABLE) else 1)
     except KeyboardInterrupt:

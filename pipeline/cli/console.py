@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -11,7 +12,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from pipeline import mirror, storage
 from stages import progress
+from stages.errors import InputError
 
 if TYPE_CHECKING:
     import polars as pl
@@ -78,6 +81,26 @@ def watched() -> Iterator[None]:
             yield
         finally:
             progress.listener.reset(token)
+
+
+def place(text: str) -> Path | str:
+    """A path, or a URL as it was typed: a path would lose one of its slashes."""
+    return text if storage.is_url(text) else Path(text)
+
+
+def local(text: str) -> Path:
+    """A path to write to; `InputError` for a URL."""
+    if storage.is_url(text):
+        raise InputError(f"--out {text}: expected a local directory; only a run writes to a store")
+    return Path(text).absolute()
+
+
+def brought(text: str) -> Path:
+    """The absolute path of an input, with its files; a URL is an artifact of a run in a store."""
+    found = place(text)
+    return mirror.looked_at(
+        found.absolute() if isinstance(found, Path) else found, mirror.everything
+    )
 
 
 def say(text: str) -> None:

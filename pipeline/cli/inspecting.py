@@ -59,11 +59,10 @@ def sql(
         raise InputError("give one of --json, --csv and --parquet FILE")
     if parquet is not None and not parquet.absolute().parent.is_dir():
         raise InputError(f"{parquet.absolute().parent} is no directory to write to")
-    from pipeline import read
-    from pipeline.config import load
+    from pipeline import read, runs
 
     found = [read.run(directory) for directory in _directories(run)]
-    connection = asking.connect(found, root=load().data, query=query)
+    connection = asking.connect(found, root=runs.root(), query=query)
     if parquet is not None:
         say(f"{asking.write_parquet(connection, query, parquet)} rows in {parquet}")
         return

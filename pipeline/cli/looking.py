@@ -15,6 +15,7 @@ from pipeline.cli.console import (
     metric,
     on_its_side,
     out,
+    place,
     say,
     section,
     table,
@@ -50,7 +51,10 @@ def ls(
 
 
 def show(
-    path: Annotated[Path, typer.Argument(help="An artifact, a table in it, or a Parquet file.")],
+    path: Annotated[
+        str,
+        typer.Argument(help="An artifact, a table in it, or a Parquet file.", metavar="PATH"),
+    ],
     rows: Annotated[int, typer.Option(min=0, help="Rows of each table to show.")] = 3,
     json_: Json = False,
 ) -> None:
@@ -58,9 +62,9 @@ def show(
 
     Example: dapo show data/runs/demo/step_0001/round_0/score
     """
-    from pipeline import runs
+    from pipeline import mirror, runs
 
-    shown = runs.contents(path, rows=rows)
+    shown = runs.contents(mirror.looked_at(place(path), mirror.tables), rows=rows)
     if json_:
         print(json.dumps(shown, indent=1, default=str))
         return
@@ -76,9 +80,9 @@ def verify(run: Run, json_: Json = False) -> None:
 
     Example: dapo verify demo
     """
-    from pipeline import runs
+    from pipeline import mirror, runs
 
-    count, problems = runs.verify(runs.find(run))
+    count, problems = runs.verify(runs.find(run, mirror.everything))
     if json_:
         print(json.dumps({"artifacts": count, "problems": problems}, indent=1))
     else:
@@ -99,8 +103,8 @@ def compare(
         ),
     ] = None,
     rollouts: Annotated[
-        list[Path] | None,
-        typer.Option(help="Of scorings; default: those that they were made from."),
+        list[str] | None,
+        typer.Option(help="Of scorings; default: those that they were made from.", metavar="PATH"),
     ] = None,
     prompts: Annotated[int, typer.Option(min=0, help="Of runs: prompts to name.")] = 10,
     json_: Json = False,
@@ -120,26 +124,30 @@ def compare(
 
     Example: dapo compare round_0/score round_0/score.variant-1 filter.batch_groups=8
     """
-    kinds = {_stage(given) for given in (a, b)}
-    if kinds == {"evaluate"}:
-        from pipeline.cli.inspecting import compare_evaluations
-
-        of_scores = bool(overrides or rollouts)
-        compare_evaluations(Path(a), Path(b), as_json=json_, of_scores=of_scores)
-        return
-    if "evaluate" in kinds:
-        raise InputError(f"{a} and {b} are not two evaluations: give two of one kind")
     scores = [given for given in (a, b) if _holds_scores(given)]
     if len(scores) == 1:
-        raise InputError(f"{scores[0]} is no run: give two runs, or two scorings")
+        raise InputError(f"{scores[0]} is no run: give two runs, two evaluations, or two scorings")
     if not scores:
         from pipeline.cli.inspecting import compare_runs
 
         compare_runs(a, b, prompts=prompts, as_json=json_, of_scores=bool(overrides or rollouts))
         return
     from pipeline import compare as comparing
+    from pipeline import mirror
 
-    made = comparing.compare(Path(a), Path(b), rollouts=rollouts or [], overrides=overrides or [])
+    scores_a, scores_b, *given = (
+        mirror.looked_at(place(path), mirror.tables) for path in (a, b, *(rollouts or []))
+    )
+    kinds = [_stage(path) for path in (scores_a, scores_b)]
+    if "evaluate" in kinds:
+        from pipeline.cli.inspecting import compare_evaluations
+
+        if kinds[0] != kinds[1]:
+            raise InputError(f"{a} and {b} are not both evaluations: give two of one kind")
+        no_scores = bool(overrides or rollouts)
+        compare_evaluations(scores_a, scores_b, as_json=json_, of_scores=no_scores)
+        return
+    made = comparing.compare(scores_a, scores_b, rollouts=given, overrides=overrides or [])
     if json_:
         print(json.dumps(made.document(), indent=1))
         return
@@ -170,11 +178,11 @@ def compare(
     section("mean reward by length in tokens", made.reward_by_length.to_dicts())
 
 
-def _stage(given: str) -> str | None:
+def _stage(path: Path) -> str | None:
     """The stage that made what lies there, if it is an artifact."""
     from pipeline import artifacts
 
-    return artifacts.load(Path(given)).stage if (Path(given) / artifacts.RECORD).is_file() else None
+    return artifacts.load(path).stage if (path / artifacts.RECORD).is_file() else None
 
 
 def _holds_scores(given: str) -> bool:
@@ -204,10 +212,10 @@ def simulate(
 
     Example: dapo simulate demo select.policy=shuffle,adaptive select.size=28,56
     """
-    from pipeline import runs
+    from pipeline import mirror, runs
     from pipeline import simulate as simulating
 
-    rows = simulating.simulate(runs.find(run), settings or [], repeats=repeats)
+    rows = simulating.simulate(runs.find(run, mirror.tables), settings or [], repeats=repeats)
     if plot is not None:
         simulating.plot(rows, plot)
     if json_:

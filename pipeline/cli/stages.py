@@ -2,13 +2,12 @@
 
 import inspect
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from pipeline import runner
-from pipeline.cli.console import Overrides, comparison, describe, say, watched
+from pipeline.cli.console import Overrides, brought, comparison, describe, local, say, watched
 from pipeline.cli.training import DRY
 from stages.errors import InputError
 
@@ -22,31 +21,32 @@ def command(stage: str) -> Callable[..., None]:
     inputs = runner.stage_inputs(stage)
 
     def run_stage(
-        out: Path | None = None,
+        out: str | None = None,
         overrides: list[str] | None = None,
         dry: bool = False,
-        updated: Path | None = None,
+        updated: str | None = None,
         **paths: Any,
     ) -> None:
         from pipeline.config import load
 
         settings = load(overrides or [])
         given = {
-            name: [Path(p).absolute() for p in value]
+            name: [brought(p) for p in value]
             if isinstance(value, list)
-            else value and value.absolute()
+            else value and brought(value)
             for name, value in paths.items()
         }
         if dry:
             from pipeline.rerun import dry_update
 
-            comparison(dry_update(load(), settings, updated=updated, inputs=given))
+            made_by = brought(updated) if updated else None
+            comparison(dry_update(load(), settings, updated=made_by, inputs=given))
             return
         if out is None:
             raise InputError("give --out DIR, where the policy is to be written, or --dry")
         with watched(), runner.Runner(settings.machine) as run:
             made, served = run.run(
-                stage, out=out.absolute(), config=getattr(settings, stage), inputs=given
+                stage, out=local(out), config=getattr(settings, stage), inputs=given
             )
         describe(made, served=served)
         if stage == "update" and not made.metrics["optimizer_steps"]:
@@ -67,20 +67,22 @@ def command(stage: str) -> Callable[..., None]:
 
 
 def _input_option(of: runner.StageInput) -> inspect.Parameter:
-    kind: Any = list[Path] if of.several else Path if of.required else Path | None
-    option = typer.Option(f"--{of.name}", help="As often as needed." if of.several else None)
+    kind: Any = list[str] if of.several else str if of.required else str | None
+    often = "As often as needed." if of.several else None
+    option = typer.Option(f"--{of.name}", help=often, metavar="PATH")
     return _parameter(of.name, Annotated[kind, option], REQUIRED if of.required else None)
 
 
 def _output_options(stage: str) -> list[inspect.Parameter]:
     """Where to; an update may also be dry."""
-    out = typer.Option(help="Must not exist.")
+    out = typer.Option(help="Must not exist.", metavar="PATH")
     if stage != "update":
-        return [_parameter("out", Annotated[Path, out], REQUIRED)]
+        return [_parameter("out", Annotated[str, out], REQUIRED)]
+    updated = typer.Option(help=UPDATED, metavar="PATH")
     return [
-        _parameter("out", Annotated[Path | None, out], None),
+        _parameter("out", Annotated[str | None, out], None),
         _parameter("dry", Annotated[bool, typer.Option("--dry", help=DRY)], False),
-        _parameter("updated", Annotated[Path | None, typer.Option(help=UPDATED)], None),
+        _parameter("updated", Annotated[str | None, updated], None),
     ]
 
 

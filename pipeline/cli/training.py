@@ -2,13 +2,12 @@
 
 import signal
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from pipeline import runner
-from pipeline.cli.console import Overrides, comparison, describe, say, watched
+from pipeline.cli.console import Overrides, comparison, describe, local, say, watched
 
 DRY = "Only the loss, without a step, beside what it was: of update."
 
@@ -24,24 +23,29 @@ def train(
 
     Example: dapo train experiment=demo schedule.steps=40
     """
-    from pipeline import loop, summary
+    from pipeline import loop, summary, trackers
     from pipeline.config import composed, parse
 
     text = composed(overrides or [])
-    say(f"run {parse(text).run}: {parse(text).directory}")
+    say(f"run {parse(text).run}: {parse(text).place}")
     # a plain SIGTERM would skip every `finally`: workers, drafts, Prefect's server
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     with watched():
         if direct:
             with loop.opened(text, force=force) as (config, run):
-                evaluation = loop.train(
-                    config, loop.plainly(run), stepped=lambda step: say(summary.line(step))
+                evaluation = trackers.train(
+                    config,
+                    loop.plainly(run),
+                    stepped=lambda step: say(summary.line(step)),
+                    say=say,
+                    mirror=run.mirror,
                 )
             say(summary.result(config, evaluation))
         else:
             from pipeline import flows
+            from pipeline.requests import Train
 
-            flows.train(overrides=overrides or [], force=force)
+            flows.train(Train(overrides=overrides or [], force=force))
 
 
 def rerun(
@@ -53,14 +57,16 @@ def rerun(
     replace: Annotated[
         bool, typer.Option(help="Put it in the original's place instead of aside.")
     ] = False,
-    to: Annotated[Path | None, typer.Option("--out", help="Where to, instead of beside.")] = None,
+    to: Annotated[
+        str | None, typer.Option("--out", help="Where to, instead of beside.", metavar="PATH")
+    ] = None,
     dry: Annotated[bool, typer.Option("--dry", help=DRY)] = False,
 ) -> None:
     """Rebuild one artifact of a run on the inputs that it was made from, with other settings.
 
     Example: dapo rerun --run demo --step 3 --stage score score.overlong_factor=0.5
     """
-    from pipeline import artifacts, runs
+    from pipeline import artifacts, mirror, runs
     from pipeline.rerun import Rerun
 
     directory = runs.find(run)
@@ -68,9 +74,10 @@ def rerun(
         again = Rerun.of(directory, step=step, stage=stage, round=round, overrides=overrides or [])
         comparison(again.dry())
         return
-    with artifacts.locked(directory), watched():
+    with mirror.owned(directory) as stored, watched():
         again = Rerun.of(directory, step=step, stage=stage, round=round, overrides=overrides or [])
-        made = again.build(out=to, replace=replace)
+        artifacts.keep_environment(directory)
+        made = again.build(out=local(to) if to else None, replace=replace, mirror=stored)
         describe(made)
         if replace and (stale := runs.stale_below(directory, made)):
             say(

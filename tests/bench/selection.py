@@ -24,8 +24,8 @@ SETTINGS = (
 TRIED = {
     "shuffle, surplus discarded": ["filter.max_age=0"],
     "shuffle": [],
-    "adaptive, thompson": ["select=adaptive"],
-    "adaptive, greedy": ["select=adaptive", "select.draw=greedy"],
+    "adaptive": ["select=adaptive"],
+    "adaptive, thompson": ["select=adaptive", "select.draw=thompson"],
 }
 
 

@@ -58,7 +58,7 @@ def test_a_rollout_killed_halfway_generates_the_other_half_and_ends_in_the_same_
     inputs: dict[str, Path], tmp_path: Path
 ) -> None:
     out = tmp_path / "killed" / "rollout"
-    with Runner(MACHINE, logs=tmp_path / "logs") as runner:
+    with Runner(MACHINE, logged=True) as runner:
         killer = threading.Thread(target=kill_at_half, args=(runner, out))
         killer.start()
         with pytest.raises(WorkerDied, match="SIGKILL"):
@@ -91,14 +91,16 @@ def test_what_attempts_kept_goes_with_the_publication_whatever_their_recipes(
     assert list(tmp_path.iterdir()) == [other]
 
 
-def test_a_stage_that_fails_before_it_samples_leaves_nothing_behind(
+def test_a_stage_that_fails_before_it_samples_leaves_nothing_but_its_log(
     inputs: dict[str, Path], tmp_path: Path
 ) -> None:
     out = tmp_path / "failed" / "rollout"
     (tmp_path / "empty").mkdir()
-    with Runner(MACHINE, logs=tmp_path / "logs") as runner, pytest.raises(InputError):
+    with Runner(MACHINE, logged=True) as runner, pytest.raises(InputError):
         build(out, runner, inputs | {"policy": tmp_path / "empty"})
-    assert not list(out.parent.iterdir())
+    assert [path.name for path in out.parent.iterdir()] == ["rollout.log"]
+    log = (out.parent / "rollout.log").read_text()
+    assert "rollout begins, recipe" in log and "InputError:" in log and "Traceback" in log
 
 
 class Called:

@@ -1,87 +1,21 @@
 """Under Prefect: every stage a task, failures that fail, and nothing that outlives its run."""
 
-import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
-import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from prefect_server import Server, home
 from small_run import SMALL
 
 from stages import tables
 
 pytestmark = pytest.mark.slow
-MARK = "DAPO_GUARD"
-
-
-def home(path: Path) -> dict[str, str]:
-    """An environment in which Prefect keeps everything below `path`."""
-    return {
-        **{k: v for k, v in os.environ.items() if not k.startswith("PREFECT_") and k != MARK},
-        "PREFECT_HOME": str(path),
-        "PREFECT_RESULTS_LOCAL_STORAGE_PATH": str(path / "storage"),
-        "PREFECT_SERVER_MEMO_STORE_PATH": str(path / "memo_store.toml"),
-        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-    }
-
-
-class Server:
-    """A Prefect server of the tests' own."""
-
-    def __init__(self, url: str, environment: dict[str, str]) -> None:
-        self.url = url
-        self.environment = {**environment, "PREFECT_API_URL": url}
-
-    def post(self, path: str, **body: Any) -> Any:
-        request = urllib.request.Request(
-            self.url + path,
-            data=json.dumps(body).encode(),
-            headers={"Content-Type": "application/json"},
-        )
-        with urllib.request.urlopen(request, timeout=10) as response:
-            return json.load(response)
-
-    def newest_flow_run(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.post("/flow_runs/filter", sort="START_TIME_DESC", limit=1)[0]
-        return found
-
-    def task_runs(self, flow_run: dict[str, Any]) -> dict[str, dict[str, Any]]:
-        runs = self.post("/task_runs/filter", flow_runs={"id": {"any_": [flow_run["id"]]}})
-        return {run["name"]: run for run in runs}
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = home(tmp_path_factory.mktemp("prefect"))
-    process = subprocess.Popen(
-        [*(sys.executable, "-m", "prefect", "server", "start"), "--port", str(port)],
-        env=environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    server = Server(f"http://127.0.0.1:{port}/api", environment)
-    deadline = time.monotonic() + 120
-    while True:
-        try:
-            urllib.request.urlopen(server.url + "/health", timeout=1)
-            break
-        except OSError:
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.2)
-    yield server
-    process.terminate()
-    process.wait(timeout=30)
 
 
 def train(data: Path, environment: dict[str, str], *overrides: str) -> subprocess.Popen[str]:
@@ -126,8 +60,10 @@ def test_every_stage_is_a_task_with_its_inputs_as_edges_and_a_page_per_step(
     ]
     assert sorted(parents) == ["prompts", "step-1 / update", "step-2 / round-0 / select"]
     pages = server.post("/artifacts/latest/filter")
-    assert {page["key"] for page in pages} >= {"small-step", "small-samples"}
+    assert {page["key"] for page in pages} >= {"small-step", "small-samples", "small-lineage"}
     (page,) = (page for page in pages if page["key"] == "small-step")
+    (graph,) = (page for page in pages if page["key"] == "small-lineage")
+    assert "```mermaid\nflowchart" in graph["data"] and "step_0001/update" in graph["data"]
     assert page["data"].startswith("# Step 2") and "clipped low / high" in page["data"]
 
 
@@ -166,8 +102,9 @@ def test_a_failed_stage_fails_the_flow_and_the_exit_code(server: Server, data: P
 
 def test_a_flow_can_run_twice_in_one_process(server: Server, data: Path) -> None:
     code = (
-        "import sys; from pipeline import flows\n"
-        "paths = {flows.train(overrides=sys.argv[1:]) for _ in range(2)}; print(len(paths))"
+        "import sys; from pipeline import flows, requests\n"
+        "request = requests.Train(overrides=sys.argv[1:])\n"
+        "print(len({flows.train(request) for _ in range(2)}))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, *SMALL, f"data={data}"],

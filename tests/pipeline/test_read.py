@@ -181,9 +181,9 @@ def test_a_run_that_has_only_begun_has_empty_tables(tmp_path: Path) -> None:
 
 def test_a_file_of_an_older_version_has_null_in_the_columns_that_it_lacks(small: Path) -> None:
     file = files_of(small, "selection")[0]
-    pl.read_parquet(file).drop("trust").write_parquet(file)
+    pl.read_parquet(file).drop("evidence").write_parquet(file)
     found = run(small).selection.collect()
-    assert found.schema["trust"] == pl.Float64 and len(found) == 9
+    assert found.schema["evidence"] == pl.Float64 and len(found) == 9
 
 
 def test_further_parts_of_the_reward_are_columns(small: Path) -> None:

@@ -46,7 +46,7 @@ def inputs(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 
 def built(out: Path, inputs: dict[str, Path], *, engines: int, **changes: Any) -> Artifact:
     """A rollout on so many engines."""
-    with Runner(Machine(engines=engines, max_num_seqs=ALONE), logs=out.parent) as runner:
+    with Runner(Machine(engines=engines, max_num_seqs=ALONE), logged=True) as runner:
         config = rollout.Config(**SAMPLING | changes)
         return runner.build("rollout", out=out, config=config, inputs=inputs)
 
@@ -72,7 +72,7 @@ def test_the_artifact_is_the_same_whatever_the_number_of_engines(
     assert shared.record["rows"] == {"rollouts": 18, "skipped": 1}
     assert shared.metrics["generated"] == alone.metrics["generated"] == 18
     assert shared.metrics["recovered"] == 0
-    assert {p.name for p in tmp_path.iterdir()} >= {"engine.log", "engine-1.log", "engine-2.log"}
+    assert {p.name for p in tmp_path.iterdir()} >= {"rollout.log", "rollout.engine-1.log"}
     assert not list(tmp_path.glob(".partial-*"))
 
 
@@ -83,7 +83,7 @@ def test_an_evaluation_is_the_same_whatever_the_number_of_engines(
     config = evaluate.Config(**SAMPLING)
     digests = set()
     for engines in (1, 2):
-        with Runner(Machine(engines=engines, max_num_seqs=ALONE), logs=tmp_path) as runner:
+        with Runner(Machine(engines=engines, max_num_seqs=ALONE), logged=True) as runner:
             out = tmp_path / f"{engines}"
             digests.add(runner.build("evaluate", out=out, config=config, inputs=given).digest)
     assert len(digests) == 1
@@ -102,7 +102,7 @@ def test_a_lost_engine_costs_its_own_groups_and_a_rerun_samples_only_those(
 ) -> None:
     out, config = tmp_path / "rollout", rollout.Config(**SAMPLING)
     machine = Machine(engines=2, max_num_seqs=ALONE)
-    with Runner(machine, logs=tmp_path) as runner:
+    with Runner(machine, logged=True) as runner:
         runner.spread = losing(1)
         with pytest.raises(WorkerDied, match="SIGKILL"):
             runner.build("rollout", out=out, config=config, inputs=inputs)
@@ -152,7 +152,7 @@ def test_groups_that_no_engine_completed_in_time_are_skipped_by_name(
 def test_what_the_engines_left_undone_is_not_sampled_once_more_to_publish(
     inputs: dict[str, Path], tmp_path: Path
 ) -> None:
-    with Runner(Machine(engines=2), logs=tmp_path) as runner:
+    with Runner(Machine(engines=2), logged=True) as runner:
         runner.spread = lambda run, jobs: [{} for _ in jobs]
         with pytest.raises(InputError, match="none of 6 groups was complete"):
             config = rollout.Config(**SAMPLING, time_limit_s=60)
@@ -185,8 +185,9 @@ ONCE = ["schedule.steps=1", "rollout.n=3", f"machine.max_num_seqs={ALONE}"]
 def train_under_prefect(data: Path, overrides: list[str]) -> subprocess.CompletedProcess[str]:
     """A run in a process of its own: Prefect and Ray change theirs for good."""
     told = [*small_run.SMALL, *ONCE, *overrides, f"data={data}"]
+    code = f"from pipeline import flows, requests; flows.train(requests.Train(overrides={told}))"
     return subprocess.run(
-        [sys.executable, "-c", f"from pipeline import flows; flows.train({told!r})"],
+        [sys.executable, "-c", code],
         env=os.environ | {"PREFECT_HOME": str(data / "prefect")},
         capture_output=True,
         text=True,

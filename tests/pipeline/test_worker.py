@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.logs import StageLog
 from pipeline.worker import StageTimeout, Worker, WorkerDied
 from stages.errors import InputError
 
@@ -43,8 +44,8 @@ def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker]:
     (tmp_path / "sitecustomize.py").write_text(
         f"import stages; stages.__path__.append({str(tmp_path)!r})"
     )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    worker = Worker(tmp_path / "logs" / "worker.log")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    worker = Worker()
     yield worker
     worker.close()
 
@@ -95,8 +96,9 @@ def test_an_error_of_the_stage_arrives_as_it_was_raised(worker: Worker, tmp_path
 def test_a_killed_process_is_reported_with_its_signal_and_last_words_and_replaced(
     worker: Worker, tmp_path: Path
 ) -> None:
-    with pytest.raises(WorkerDied, match=r"SIGKILL(.|\n)*last words"):
-        worker.call("pretended", {"what": "die", "out": tmp_path})
+    log = StageLog(tmp_path / "stage.log")
+    with log, pytest.raises(WorkerDied, match=r"SIGKILL(.|\n)*last words(.|\n)*out of memory"):
+        worker.call("pretended", {"what": "die", "out": tmp_path}, log=log)
     assert worker.call("pretended", {"what": "count", "out": tmp_path})
 
 
@@ -113,7 +115,7 @@ import sys
 from pathlib import Path
 from pipeline.worker import Worker
 here = Path(sys.argv[1])
-Worker(here / "log").call("pretended", {"what": "hang", "out": here / "pids"})
+Worker().call("pretended", {"what": "hang", "out": here / "pids"})
 """
 
 

@@ -72,22 +72,6 @@ def update(
     return {prompt_id: tuple(values) for prompt_id, *values in after.iter_rows()}
 
 
-def trust(
-    *groups: tuple[float, bool], before: float | None = None, evidence: float | None = 8.0
-) -> float:
-    """After groups of such weights that were mixed or not; another one of the round is skipped."""
-    frames = [
-        {"group_id": f"g{i}", "weight": weight, "trust": before, "evidence": evidence}
-        for i, (weight, _) in enumerate([*groups, (0.7, True)])
-    ]
-    selection = rows("selection", *frames)
-    found = judged(selection, *(0.5 for _ in groups)).with_columns(
-        metric_min=pl.lit(0.0),
-        metric_max=pl.Series([mixed for _, mixed in groups], dtype=pl.Float64),
-    )
-    return beliefs.trust(selection, found)
-
-
 def prompts(*metas: str | None) -> pl.DataFrame:
     given_rows = ({"prompt_id": f"p{i}", "meta": meta} for i, meta in enumerate(metas))
     return rows("prompts", *given_rows)
@@ -233,33 +217,6 @@ def test_beliefs_are_sorted_and_have_the_schema_of_their_table() -> None:
     assert found.schema == tables.polars_schema("beliefs")
 
 
-def test_trust_follows_how_many_groups_were_mixed_beside_how_many_were_expected() -> None:
-    assert trust(*[(0.5, True), (0.5, False)] * 4) == 1
-    assert trust(*[(0.75, False)] * 8) == (0 + beliefs.WEIGHT) / (6 + beliefs.WEIGHT)
-    assert trust(*[(0.75, True)] * 8) == (8 + beliefs.WEIGHT) / (6 + beliefs.WEIGHT)
-
-
-def test_trust_stays_where_nothing_was_expected_or_found() -> None:
-    assert trust(*[(0.9, False)] * 8, evidence=0.0) == 1  # never asked
-    assert trust(*[(0.9, False)] * 8, evidence=None) == 1  # a shuffle
-    assert trust(before=0.5) == 0.5  # every group was skipped
-
-
-def test_trust_goes_on_from_the_factor_that_the_weights_held_and_has_bounds() -> None:
-    assert trust(*[(0.75, False)] * 8, before=0.5) == 0.5 * trust(*[(0.75, False)] * 8)
-    assert trust(*[(0.9, False)] * 100, before=0.2) == beliefs.TRUSTS[0]
-    assert trust(*[(0.1, True)] * 100) == beliefs.TRUSTS[1]
-
-
-@given(share=st.integers(2, 16))
-def test_trust_settles_where_what_is_found_is_what_is_expected(share: int) -> None:
-    factor = 1.0
-    for _ in range(60):
-        found = [(0.8 * factor, i < share) for i in range(16)]
-        factor = trust(*found, before=factor)
-    assert factor == pytest.approx(min(share / 16 / 0.8, beliefs.TRUSTS[1]), abs=0.01)
-
-
 def test_before_the_first_selection_and_after_a_shuffle_nothing_is_known(tmp_path: Path) -> None:
     shuffle = save(tmp_path / "select", "selection", selected("p"))
     for source in (None, shuffle):
@@ -304,14 +261,3 @@ def test_evidence_that_has_faded_away_says_nothing_of_a_pool() -> None:
         certain.append(a[-1] + b[-1])
     assert np.isfinite(certain).all()
     assert max(certain) <= 1.01  # of an unseen prompt: never more than when nothing is known
-
-
-def test_groups_that_nobody_could_score_leave_trust_as_it_is() -> None:
-    selection = pl.DataFrame(
-        {"group_id": ["g"], "evidence": [8.0], "weight": [0.9], "trust": [0.7]}
-    )
-    unscored = pl.DataFrame(
-        {"group_id": ["g"], "n_scored": [0], "metric_min": [None], "metric_max": [None]},
-        schema_overrides={"metric_min": pl.Float64, "metric_max": pl.Float64},
-    )
-    assert beliefs.trust(selection, unscored) == 0.7

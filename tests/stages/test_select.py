@@ -361,29 +361,6 @@ def test_the_counts_of_a_round_say_why_its_prompts_were_chosen_and_where_the_shu
     assert found == wanted
 
 
-def test_prompts_that_are_mixed_less_often_than_expected_come_after_those_never_asked(
-    tmp_path: Path,
-) -> None:
-    prompts, accs = pool(tmp_path, ids(40)), dict.fromkeys(ids(20), 0.5)
-    before = asked(tmp_path, ids(20), weight=0.9, evidence=8.0, trust=1.0)
-    config = {**ADAPTIVE, "size": 40, "step": 2}
-    expected, less = (
-        tables.read(run(prompts, before, judged(before, accs, mixed=mixed), **config), "selection")
-        for mixed in (True, False)
-    )
-    assert set(expected["prompt_id"][:20]) == set(ids(20))
-    assert set(less["prompt_id"][:20]) == set(ids(40)[20:])
-    factor = (0 + beliefs.WEIGHT) / (20 * 0.9 + beliefs.WEIGHT)
-    assert less["trust"].to_list() == pytest.approx([factor] * 40)
-    seen, unseen = (less.filter((pl.col("evidence") > 0) == was) for was in (True, False))
-    a, b, _ = beliefs.posterior(
-        np.repeat([4 * 0.5**0.1, 0], 20), np.repeat([4 * 0.5**0.1, 0], 20), np.zeros(40, np.int64)
-    )
-    wanted = beliefs.expected_informative(a, b, 8)
-    assert seen["weight"].to_list() == pytest.approx([wanted[0] * factor] * 20)
-    assert unseen["weight"].to_list() == pytest.approx([wanted[-1]] * 20)
-
-
 @pytest.mark.parametrize(
     "config",
     [ADAPTIVE, ADAPTIVE | {"draw": "thompson"}, WEIGHTED],

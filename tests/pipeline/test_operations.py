@@ -1,0 +1,236 @@
+"""Scheduled and submitted runs: a real server, a real worker, and what goes wrong with them."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from prefect_server import Server
+from small_run import SMALL
+
+from pipeline import artifacts
+from pipeline.requests import Train
+from stages.errors import InputError
+
+pytestmark = pytest.mark.slow
+PATIENCE_S = 120
+
+
+def dapo(server: Server, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "pipeline", *arguments],
+        env=server.environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def deployed(server: Server) -> list[str]:
+    """What `dapo deploy` said, the second time."""
+    assert dapo(server, "deploy", "--slots", "2").returncode == 0
+    again = dapo(server, "deploy")
+    assert again.returncode == 0, again.stderr
+    return again.stdout.splitlines()
+
+
+@pytest.fixture
+def worker(server: Server, deployed: list[str], data: Path) -> Iterator[subprocess.Popen[str]]:
+    """A worker that asks for runs each second, and whose data root is `data`."""
+    settings = {"PREFECT_WORKER_QUERY_SECONDS": "1", "DAPO_DATA": str(data)}
+    with (data / "worker.log").open("w") as log:
+        process = subprocess.Popen(
+            [*(sys.executable, "-m", "prefect", "worker", "start"), "--pool", "dapo"],
+            env={**server.environment, **settings},
+            stdout=log,
+            stderr=log,
+            text=True,
+        )
+    yield process
+    process.terminate()
+    process.wait(timeout=30)
+
+
+def until(happened: Callable[[], Any]) -> Any:
+    """Wait for what is true in the end, and return it."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not (found := happened()):
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.1)
+    return found
+
+
+class Submitted:
+    """A flow run on the worker, of the small run below `data`."""
+
+    def __init__(self, server: Server, data: Path, deployment: str, **request: Any) -> None:
+        self.server, self.data = server, data
+        found = server.get(f"/deployments/name/{deployment}")
+        overrides = [*SMALL[1:], f"data={data}"]
+        wanted = {"run": "small", "overrides": overrides, **request}
+        self.id = server.post(
+            f"/deployments/{found['id']}/create_flow_run",
+            parameters={"request": wanted},
+            state={"type": "SCHEDULED"},
+        )["id"]
+
+    @property
+    def state(self) -> dict[str, Any]:
+        state: dict[str, Any] = self.server.get(f"/flow_runs/{self.id}")["state"]
+        return state
+
+    def ends(self, *names: str) -> dict[str, Any]:
+        """Its state, once that is one of the names."""
+        until(lambda: self.state["name"] in names)
+        return self.state
+
+    def ask(self, name: str, kind: str) -> None:
+        self.server.post(
+            f"/flow_runs/{self.id}/set_state", state={"type": kind, "name": name}, force=True
+        )
+
+    def resumed(self) -> bool:
+        """Resume it, as the UI does; False while a busy server does not take that."""
+        with suppress(OSError):  # 503, or no answer in time
+            self.server.post(f"/flow_runs/{self.id}/resume")
+        return bool(self.state["name"] != "Suspended")
+
+    def samples(self, step: int) -> None:
+        """Wait until a rollout of this step is under way."""
+        place = self.data / f"runs/small/step_{step:04d}/round_0"
+        until(lambda: list(place.glob(".draft-rollout-*")))
+
+    def processes(self) -> list[psutil.Process]:
+        """Those that were started for it, directly or not."""
+        return [p for p in psutil.process_iter() if _flow_run(p) == self.id]
+
+
+def _flow_run(process: psutil.Process) -> str | None:
+    try:
+        if process.status() == psutil.STATUS_ZOMBIE or "pipeline.guard" in process.cmdline():
+            return None
+        return process.environ().get("PREFECT__FLOW_RUN_ID")
+    except (psutil.Error, OSError):
+        return None
+
+
+def steps(data: Path) -> Sequence[str]:
+    return sorted(p.parent.name for p in (data / "runs/small").glob("step_*/update"))
+
+
+def test_deploying_twice_sets_everything_up_once(server: Server, deployed: list[str]) -> None:
+    assert "deployment train/train-nightly" in deployed
+    assert server.get("/work_pools/dapo")["type"] == "process"
+    assert server.get("/v2/concurrency_limits/gpu")["limit"] == 1
+    [automation] = server.post("/automations/filter")
+    assert automation["actions"][0]["state"] == "CRASHED"
+    names = {found["name"] for found in server.post("/deployments/filter")}
+    assert names >= {"train-nightly", "evaluate-weekly", "rerun-stage", "prepare-data"}
+    nightly = server.get("/deployments/name/train/train-nightly")
+    assert nightly["schedules"][0]["schedule"]["timezone"] == "UTC"
+    assert nightly["concurrency_options"]["collision_strategy"] == "CANCEL_NEW"
+
+
+def test_deploying_without_a_server_is_one_clear_message(server: Server, tmp_path: Path) -> None:
+    environment = {k: v for k, v in server.environment.items() if k != "PREFECT_API_URL"}
+    home = Server("", {**environment, "PREFECT_HOME": str(tmp_path)})
+    del home.environment["PREFECT_API_URL"]
+    refused = dapo(home, "deploy")
+    assert refused.returncode == 2
+    assert "there is no Prefect server to deploy to" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("request_", "said"),
+    [({"steps": 0}, "less than the minimum"), ({"colour": 1}, "'colour' was unexpected")],
+)
+def test_bad_values_are_refused_before_a_process_starts(
+    server: Server, deployed: list[str], tmp_path: Path, request_: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        Submitted(server, tmp_path, "train/train", **request_)
+    assert said in caught.value.read().decode()
+
+
+def test_the_form_and_the_command_line_make_one_configuration() -> None:
+    form = Train.model_validate({"run": "a", "overrides": ["experiment=demo"], "stop": 7})
+    assert form.text() == Train(overrides=["experiment=demo", "run=a", "schedule.steps=7"]).text()
+    with pytest.raises(ValueError, match="not both"):
+        Train(stop=3, steps=4)
+    with pytest.raises(InputError, match="unknown key"):
+        Train(overrides=["update.epshigh=1"]).text()
+
+
+def test_a_killed_flow_has_crashed_and_its_retry_goes_on_to_the_very_end_it_had(
+    server: Server, worker: object, data: Path
+) -> None:
+    run = Submitted(server, data, "train/train", steps=2)
+    run.samples(3)
+    [engine] = [p for p in run.processes() if "prefect" in " ".join(p.cmdline())]
+    started = run.processes()
+    engine.kill()
+    run.ends("Crashed")
+    assert not psutil.wait_procs(started, timeout=10)[1]
+    run.ask("AwaitingRetry", "SCHEDULED")
+    run.ends("Completed")
+    assert steps(data) == ["step_0001", "step_0002", "step_0003", "step_0004"]  # not 5
+
+
+def test_a_cancelled_run_leaves_no_process(server: Server, worker: object, data: Path) -> None:
+    run = Submitted(server, data, "train/train", steps=50)
+    run.samples(3)
+    started = run.processes()
+    assert len(started) >= 2
+    run.ask("Cancelling", "CANCELLING")
+    run.ends("Cancelled")
+    assert not psutil.wait_procs(started, timeout=10)[1]
+
+
+def test_a_killed_worker_takes_its_run_along(
+    server: Server, worker: subprocess.Popen[str], data: Path
+) -> None:
+    run = Submitted(server, data, "train/train", steps=50)
+    run.samples(3)
+    started = run.processes()
+    os.kill(worker.pid, signal.SIGKILL)
+    assert not psutil.wait_procs(started, timeout=20)[1]
+    run.ends("Crashed")
+
+
+def test_a_run_waits_for_approval_without_a_process_and_goes_on(
+    server: Server, worker: object, data: Path
+) -> None:
+    run = Submitted(server, data, "train/train", stop=2, approve_every=1, limit="gpu")
+    run.ends("Suspended")
+    until(lambda: not run.processes())
+    until(run.resumed)
+    run.ends("Completed")
+
+
+def test_the_newest_policy_is_measured_anew_beside_what_the_run_has_measured(
+    server: Server, worker: object, data: Path
+) -> None:
+    for _ in range(2):
+        run = Submitted(server, data, "evaluate/evaluate-weekly", overrides=["evaluate.n=3"])
+        run.ends("Completed")
+        tasks = server.post("/task_runs/filter", flow_runs={"id": {"any_": [run.id]}})
+        assert {task["state"]["type"] for task in tasks} <= {"COMPLETED"}
+    made = artifacts.load(data / "runs/small/step_0002/evaluate.variant-1")
+    assert made.recipe.config["n"] == 3
+    assert not (data / "runs/small/step_0002/evaluate.variant-2").exists()
+
+
+def test_an_unknown_limit_fails_the_run_and_says_what_makes_it(
+    server: Server, worker: object, data: Path
+) -> None:
+    run = Submitted(server, data, "train/train", limit="gpus")
+    assert "there is no concurrency limit 'gpus'; `dapo deploy`" in run.ends("Failed")["message"]
