@@ -208,8 +208,9 @@ def composed(overrides: Sequence[str] = ()) -> str:
             url = key == "data" and storage.is_url(value)
             whole = storage.checked(value) if url else os.path.abspath(value)
             OmegaConf.update(config, key, whole)
-    for given in (OmegaConf.select(config, SETS) or {}).values():
-        if given and given.get("file"):
+    sets = OmegaConf.select(config, SETS)
+    for given in sets.values() if OmegaConf.is_dict(sets) else ():
+        if OmegaConf.is_dict(given) and given.get("file"):
             given.file = os.path.abspath(given.file)
     return OmegaConf.to_yaml(config)
 

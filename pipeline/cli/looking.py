@@ -126,7 +126,7 @@ def compare(
     """
     scores = [given for given in (a, b) if _holds_scores(given)]
     if len(scores) == 1:
-        raise InputError(f"{scores[0]} is no run: give two runs, two evaluations, or two scorings")
+        raise InputError(f"{scores[0]} is no run: give two runs, or two scorings or evaluations")
     if not scores:
         from pipeline.cli.inspecting import compare_runs
 
