@@ -7,7 +7,7 @@ from typing import Any
 
 import polars as pl
 
-from pipeline import artifacts, paired, read
+from pipeline import artifacts, mirror, paired
 from pipeline.artifacts import TIMINGS, Artifact
 from pipeline.config import parse
 from pipeline.loop import CONFIG
@@ -73,12 +73,15 @@ def compare(a: Path, b: Path, *, prompts: int = PROMPTS) -> RunComparison:
     Args:
         prompts: how many prompts to name, those whose pass rate changed most.
     """
-    runs = [read.run(path) for path in (a, b)]
+    runs = [Run(path) for path in (a, b)]
     settings = [_settings(run.directory / CONFIG) for run in runs]
     made_a, made_b = (dict(run.found) for run in runs)
     common = sorted(made_a.keys() & made_b.keys(), key=lambda place: place.order)
     differing = [place for place in common if made_a[place].digest != made_b[place].digest]
     first = differing[0] if differing else None
+    for run, made in zip(runs, (made_a, made_b), strict=True):
+        if first:
+            mirror.bring(run.directory, [made[first].path], mirror.tables)
     return RunComparison(
         settings=artifacts.differences(*settings),
         in_common=len(common),
@@ -216,6 +219,8 @@ def last_evaluations(a: Run, b: Run) -> EvaluationComparison | None:
     last = [_last_evaluation(run) for run in (a, b)]
     if last[0] is None or last[1] is None:
         return None
+    for run, artifact in zip((a, b), last, strict=True):
+        mirror.bring(run.directory, [artifact.path] if artifact else [], mirror.tables)
     with suppress(NotComparable):  # runs may well have been held against different prompts
         return paired.compare(last[0], last[1])
     return None

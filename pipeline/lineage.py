@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Self
 
 import polars as pl
 
-from pipeline import artifacts, runs
+from pipeline import artifacts, mirror, runs
 from pipeline.artifacts import RECORD, Artifact
 from pipeline.loop import CONFIG
 from stages import tables
@@ -34,6 +34,7 @@ POLICIES = ("update", "warmstart")
 HEAD, TAIL = 3, 2  # shown of what is longer
 ROOM = HEAD + TAIL + 1
 VARIANT = re.compile(r"\.variant-\d+$")
+TABLES = ("prompts", "selection", "rollouts", "scores", "groups", "batch")  # that tell of responses
 UNTRUSTED = ("prompt", "text", "extracted", "answer")  # what models and data wrote
 
 
@@ -255,6 +256,8 @@ def trace_response(response_id: str, *, run: Path | None = None, full: bool = Fa
     Raises `InputError` if it is nowhere, or in more runs than one.
     """
     rollout = _rollout_of(response_id, run)
+    own = next(each for each in rollout.parents if (each / CONFIG).is_file())
+    mirror.bring(own, [each.parent for each in own.rglob(RECORD)], _of_responses)
     response = Response.of(response_id, rollout)
     return _Tracer.around(rollout, full=full, response=response).lineage(rollout)
 
@@ -287,6 +290,8 @@ def _rollout_of(response_id: str, run: Path | None) -> Path:
 
 
 def _holding(response_id: str, run: Path) -> list[Path]:
+    rollouts = [each.parent for each in run.glob(f"step_*/round_*/rollout*/{RECORD}")]
+    mirror.bring(run, rollouts, lambda name: name.startswith("rollouts/"))
     shards = sorted(
         run.glob("step_*/round_*/rollout*/rollouts/*.parquet"),
         key=lambda path: (bool(VARIANT.search(path.parents[1].name)), path),
@@ -298,6 +303,11 @@ def _holding(response_id: str, run: Path) -> list[Path]:
     held = rows.filter(response_id=response_id).select("shard")
     found = set(tables.collect(held, f"rollouts of {run}")["shard"])
     return [Path(os.path.abspath(each.parents[1])) for each in shards if str(each) in found]
+
+
+def _of_responses(file: str) -> bool:
+    """Whether `Response` looks into that file of an artifact."""
+    return file.partition("/")[0] in TABLES
 
 
 @dataclass(frozen=True)

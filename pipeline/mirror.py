@@ -17,7 +17,7 @@ import shutil
 import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -31,6 +31,8 @@ CONFIG, LATEST, LEDGER = "config.yaml", "latest", "tracker.json"
 BEST = "best"
 ORIGIN = ".store"  # in a run's mirror: the URL of the run
 RUNS = "runs"
+
+_BRINGING = threading.Lock()  # threads of a process would share a draft
 
 Wanted = Callable[[str], bool]  # of the files of an artifact, by name
 
@@ -75,14 +77,13 @@ class Mirror:
     store: Store
     directory: Path
     lease: Lease | None = None
-    _bringing: threading.Lock = field(default_factory=threading.Lock)
 
     def bring(self, paths: Collection[Path], wanted: Wanted = everything) -> None:
         """Have the wanted files of these artifacts here; paths elsewhere are left alone.
 
         Raises `InputError` if the store has a file that is not as the record says.
         """
-        with self._bringing:
+        with _BRINGING:
             lacking = {
                 path / name: known
                 for path in paths
@@ -253,7 +254,7 @@ def looked_at(place: Path | str, wanted: Wanted = nothing) -> Path:
     A place is a path, left as it is unless it lies in a mirror, or a URL such as
     `s3://bucket/prefix/runs/demo/step_0001/update`.
     """
-    run, below = _split(place)
+    run, below = split(place)
     url = origin(run)
     here = directory(run)
     if url is None:
@@ -289,7 +290,7 @@ def origin(run: Path | str) -> str | None:
     return (run / ORIGIN).read_text() if (run / ORIGIN).is_file() else None
 
 
-def _split(place: Path | str) -> tuple[Path | str, str]:
+def split(place: Path | str) -> tuple[Path | str, str]:
     """The run that a place lies in, and the rest of its name; a local path outside of any mirror
     is whole."""
     if isinstance(place, str):

@@ -5,7 +5,7 @@ of these only the columns, and the steps, that a query asks for.
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import polars as pl
 from polars.io.plugins import register_io_source
 
-from pipeline import runs, summary
+from pipeline import lineage, mirror, runs, summary
 from pipeline.artifacts import Artifact
 from pipeline.loop import CONFIG, Round, Step
 from stages import columns, tables
@@ -88,6 +88,8 @@ ARTIFACTS = {
     "stage": "that made it",
     "state": "whole, stale, changed, retired, trimmed or pinned, as `dapo ls` says",
     "digest": "of its content",
+    "code": "version and commit of this program that made it",
+    "packages": "digest of all packages that it was made with; null: the record does not say",
     "seconds": "that it took",
     "started": "when, UTC",
     "metrics": "what the stage measured, by name",
@@ -139,7 +141,8 @@ def files_of(artifact: Artifact, table: str) -> list[Path]:
 
 
 def run(name: str | Path, *, variants: bool = False) -> "Run":
-    """A run by its name below the data root, or by its directory: what is published by now.
+    """A run by its name below the data root, by its directory or by its URL: what is published
+    by now. Of a run in a store, files are brought here when a query reads them.
 
     Args:
         variants: also what `dapo rerun` put beside originals, with their number in a column
@@ -147,9 +150,9 @@ def run(name: str | Path, *, variants: bool = False) -> "Run":
 
     Raises `InputError` if there is no such run, or a record cannot be read.
     """
-    path = Path(name)
-    directory = path.absolute() if (path / CONFIG).is_file() else runs.find(str(name))
-    return Run(directory, variants=variants)
+    if isinstance(name, Path) and (name / CONFIG).is_file():
+        return Run(mirror.looked_at(name.absolute()), variants=variants)
+    return Run(runs.find(str(name)), variants=variants)
 
 
 class Run:
@@ -247,6 +250,8 @@ class Run:
             "stage": pl.String,
             "state": pl.String,
             "digest": pl.String,
+            "code": pl.String,
+            "packages": pl.String,
             "seconds": pl.Float64,
             "started": pl.Datetime("us", "UTC"),
             "metrics": _struct((row["metrics"] for row in rows), pl.Float64()),
@@ -267,6 +272,8 @@ class Run:
                 "stage": artifact.stage,
                 "state": runs.state(artifact),
                 "digest": artifact.digest,
+                "code": artifact.record["code"],
+                "packages": lineage.packages(artifact),
                 "seconds": float(artifact.record["seconds"]),
                 "started": artifact.record["started"],
                 "metrics": artifact.metrics,
@@ -279,7 +286,20 @@ class Run:
         place = {column: pl.Int32() for column in self.place_columns(name)}
         stored = dict(self.schema(name))
         files = self.files(name)
-        return _scan(files.select("path", *place), stored, RENAMED.get(view.table, {}))
+        return _scan(
+            files.select("path", *place),
+            stored,
+            RENAMED.get(view.table, {}),
+            bring=lambda paths: self._bring(paths, view.table),
+        )
+
+    def bring(self, name: str) -> None:
+        """Have the files of a view here, if the run is in a store."""
+        self._bring(self.files(name)["path"], VIEWS[name].table)
+
+    def _bring(self, paths: Iterable[str], table: str) -> None:
+        holders = {Path(path).parents[1] for path in paths}
+        mirror.bring(self.directory, holders, lambda name: name.startswith(f"{table}/"))
 
     def place_columns(self, name: str) -> list[str]:
         """The columns of a view that say where a row comes from."""
@@ -406,7 +426,11 @@ def _struct(rows: Iterable[dict[str, Any]], kind: pl.DataType) -> pl.Struct:
 
 
 def _scan(
-    files: pl.DataFrame, stored: dict[str, pl.DataType], renamed: dict[str, str]
+    files: pl.DataFrame,
+    stored: dict[str, pl.DataType],
+    renamed: dict[str, str],
+    *,
+    bring: Callable[[Iterable[str]], None],
 ) -> pl.LazyFrame:
     """A lazy frame over files of one table, which reads only those that can have a row asked for.
 
@@ -416,6 +440,7 @@ def _scan(
         files: `path`, and the columns that all rows of a file have in common.
         stored: the columns in the files; one that a file of an older version lacks is null.
         renamed: those that give way to a column of `files`.
+        bring: has the files at these paths here before they are read.
     """
     place = [name for name in files.columns if name != "path"]
     kept = [n for n in stored if n in renamed or n not in place]
@@ -442,6 +467,7 @@ def _scan(
     ) -> Iterator[pl.DataFrame]:
         left = rows
         for some in _possible(files, predicate).iter_slices(FILES_AT_A_TIME):
+            bring(some["path"])
             frame = pl.concat([one(row) for row in some.iter_rows(named=True)])
             frame = frame if predicate is None else frame.filter(predicate)
             frame = frame if wanted is None else frame.select(wanted)

@@ -20,8 +20,11 @@ def find(run: str, wanted: mirror.Wanted = mirror.nothing) -> Path:
     Of a run in a store it is the mirror, with every record and the wanted files.
     """
     data = load().data
-    named = [mirror.run_place(data, run), Path(run).absolute()]
-    for place in [run] if storage.is_url(run) else named:
+    if storage.is_url(run) or "/" in run:
+        places: list[Path | str] = [run if storage.is_url(run) else Path(run).absolute()]
+    else:
+        places = [mirror.run_place(data, run), Path(run).absolute()]
+    for place in places:
         path = mirror.looked_at(place, wanted)
         if (path / CONFIG).is_file():
             return path
@@ -54,15 +57,15 @@ def directories(wanted: mirror.Wanted = mirror.nothing) -> list[Path]:
     return [path.parent for path in found]
 
 
-def newest(wanted: mirror.Wanted = mirror.nothing) -> Path:
-    """The run that was begun last; of a store, the last by name.
+def newest() -> Path:
+    """The directory of the run that was begun last; of a store the mirror of the last by name.
 
     Raises `InputError` where there is none.
     """
     found = directories()
     if not found:
         raise InputError("there are no runs yet; start with: dapo train experiment=demo")
-    return mirror.looked_at(found[-1], wanted)
+    return found[-1]
 
 
 def _run_row(run: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 The database lives in memory, reads files below the data root only, and takes nothing but queries.
 """
 
+import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -32,6 +33,19 @@ if TYPE_CHECKING:
 PLACE_OF_FILE = r"/step_(\d+)/(?:round_(\d+)/)?[a-z]+/[a-z]+/part-\d+\.parquet$"
 GROUP_OF = {"step": 1, "round": 2}
 BATCH = 65_536  # rows that are written at a time
+SETTINGS: dict[str, str | bool | int | float | list[str]] = {
+    "python_enable_replacements": False,
+    "autoinstall_known_extensions": False,
+    "autoload_known_extensions": False,
+}
+COMMENTS = r"^(?:\s|--[^\n]*\n|/\*.*?\*/)*"
+EXPLAIN = re.compile(
+    rf"{COMMENTS}explain\b\s*(?:analyze\b|\(\s*(?:analyze|format)\b[\w\s,]*\))?",
+    re.IGNORECASE | re.DOTALL,
+)
+PIVOT = re.compile(rf"{COMMENTS}(?:pivot|from|with|select|\()", re.IGNORECASE | re.DOTALL)
+CHANGES = {"COPY", "CREATE", "DELETE", "INSERT", "MERGE", "UPDATE"}  # of operators, and keywords
+JOINS = ("rollouts", "scores", "groups", "prompts")
 RESPONSES = """
 create view responses as
 select * from rollouts
@@ -100,6 +114,8 @@ ARTIFACT_TYPES = {
     "stage": "VARCHAR",
     "state": "VARCHAR",
     "digest": "VARCHAR",
+    "code": "VARCHAR",
+    "packages": "VARCHAR",
     "seconds": "DOUBLE",
     "started": "TIMESTAMPTZ",
     "metrics": "MAP(VARCHAR, DOUBLE)",
@@ -111,8 +127,8 @@ def connect(found: Sequence[Run], *, root: Path, query: str = "") -> "DuckDBPyCo
     """A database in memory with every view over these runs; it reads below `root` and the runs.
 
     Args:
-        query: what is to be asked; `curves` and `artifacts`, which cost time, are filled if it
-            names them.
+        query: what is to be asked; made are the views that it names, all if it names none. Only
+            their files are brought from a store.
 
     Raises `InputError` if two runs have one name.
     """
@@ -121,19 +137,28 @@ def connect(found: Sequence[Run], *, root: Path, query: str = "") -> "DuckDBPyCo
     names = [run.name for run in found]
     if twice := [name for name in names if names.count(name) > 1]:
         raise InputError(f"two runs are named '{twice[0]}'; give runs of different names")
-    connection = duckdb.connect(":memory:", config={"python_enable_replacements": False})
-    for view in VIEWS:
+    connection = duckdb.connect(":memory:", config=SETTINGS)
+    views = _named(query)
+    for view in (view for view in VIEWS if view in views):
+        for run in found:
+            run.bring(view)
         connection.execute(f"create view {view} as {_union(view, found)}")
-    connection.execute(RESPONSES)
-    for name, fill in (("curves", _curves), ("artifacts", _artifacts)):
-        asked = re.search(rf"\b{name}\b", query, re.IGNORECASE)
-        fill(connection, found if asked else [])
+    for name, make in (("responses", _responses), ("curves", _curves), ("artifacts", _artifacts)):
+        if name in views:
+            make(connection, found)
     paths = [str(path) for path in (root, *(run.directory for run in found))]
     directories = [*paths, *map(_no_glob, paths)]  # it looks at a pattern before what it matches
     connection.execute(f"set allowed_directories = {_literal(directories)}")
     connection.execute("set enable_external_access = false")
     connection.execute("set lock_configuration = true")
     return connection
+
+
+def _named(query: str) -> set[str]:
+    """The views that a query names, and those that these are made of; all if it names none."""
+    every = [*VIEWS, *JOINED]
+    named = {name for name in every if re.search(rf"\b{name}\b", query, re.IGNORECASE)}
+    return named | set(JOINS if "responses" in named else ()) or set(every)
 
 
 def ask(connection: "DuckDBPyConnection", query: str) -> "DuckDBPyConnection":
@@ -199,20 +224,60 @@ def write_parquet(connection: "DuckDBPyConnection", query: str, path: Path) -> i
 
 
 def _check_reads_only(connection: "DuckDBPyConnection", query: str) -> None:
-    """COPY and the like could write where runs lie."""
+    """COPY and the like could write where runs lie, and a WITH may hold them too."""
     import duckdb
 
-    explained = re.sub(r"^\s*explain\s+(analyze\s+)?", "", query, flags=re.IGNORECASE)
+    explained = EXPLAIN.sub("", query)
     statements = connection.extract_statements(explained)
     if len(statements) != 1:
         raise InputError(f"expected one query, found {len(statements)} statements")
     kind = statements[0].type
-    pivot = kind == duckdb.StatementType.MULTI and re.match(r"\s*pivot\b", explained, re.IGNORECASE)
+    # a pivot is several statements; so is a COPY of one
+    pivot = kind == duckdb.StatementType.MULTI and PIVOT.match(explained)
     if kind != duckdb.StatementType.SELECT and not pivot:
-        raise InputError(
-            f"{kind.name} is no query: dapo sql only reads (select, from, with, describe, "
-            "summarize, pivot, explain); --json, --csv and --parquet FILE write results"
-        )
+        raise _no_query(kind.name)
+    if pivot and (changes := CHANGES.intersection(_keywords(explained))):
+        raise _no_query(min(changes))  # to explain it would run a part of it
+    for operator in _operators(_plan(connection, explained)):
+        if CHANGES.intersection(operator.split("_")):
+            raise _no_query(operator)
+
+
+def _no_query(what: str) -> InputError:
+    return InputError(
+        f"{what} is no query: dapo sql only reads (select, from, with, describe, "
+        "summarize, pivot, explain); --json, --csv and --parquet FILE write results"
+    )
+
+
+def _keywords(query: str) -> Iterator[str]:
+    """The keywords of a query, in capitals; no names and no texts."""
+    import duckdb
+
+    letters = query.encode()  # in which tokens are counted
+    for start, kind in duckdb.tokenize(query):
+        found = re.match(rb"\w+", letters[start:])
+        if kind == duckdb.token_type.keyword and found:
+            yield found[0].decode().upper()
+
+
+def _plan(connection: "DuckDBPyConnection", query: str) -> list[dict[str, Any]]:
+    """What DuckDB would do. Raises its own error, about the lines of the query alone."""
+    import duckdb
+
+    try:
+        found = connection.execute(f"explain (format json)\n{query}").fetchall()
+    except duckdb.Error as error:
+        line = re.compile(r"^LINE (\d+)", re.MULTILINE)
+        raise type(error)(line.sub(lambda at: f"LINE {int(at[1]) - 1}", str(error))) from None
+    return [operator for _, plan in found for operator in json.loads(plan)]
+
+
+def _operators(plan: list[dict[str, Any]]) -> Iterator[str]:
+    """The names of all operators of a plan."""
+    for each in plan:
+        yield each["name"]
+        yield from _operators(each["children"])
 
 
 def _union(view: str, found: Sequence[Run]) -> str:
@@ -259,6 +324,10 @@ def _empty(view: str, parts: dict[str, str], run: str) -> str:
 
 def _nulls(typed: dict[str, str]) -> str:
     return ", ".join(f"cast(null as {kind}) as {_quoted(name)}" for name, kind in typed.items())
+
+
+def _responses(connection: "DuckDBPyConnection", found: Sequence[Run]) -> None:
+    connection.execute(RESPONSES)
 
 
 def _curves(connection: "DuckDBPyConnection", found: Sequence[Run]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import polars as pl
 
-from pipeline import read
+from pipeline import mirror
 from pipeline.artifacts import Artifact
 from pipeline.read import Place, Run, asked
 from stages.errors import InputError
@@ -19,6 +19,7 @@ DECIDED = (
     *("reward_mean", "reward_std", "age"),
 )
 PER_TOKEN = ("old_logprobs", "new_logprobs", "ratios", "weights", "entropies")
+TOKENIZER = "tokenizer.json"
 CLIPPED = ("low", "high", "dual")
 
 
@@ -38,7 +39,7 @@ def tell(directory: Path, response_id: str) -> list[Chapter]:
 
     Raises `InputError` if the run sampled no such response.
     """
-    run = read.run(directory)
+    run = Run(directory)
     rows = run.rollouts.filter(pl.col("response_id") == response_id).collect()
     if rows.is_empty():
         raise InputError(
@@ -133,7 +134,7 @@ def _with_tokens(run: Run, update: Artifact, step: int) -> int | None:
     """The update that recorded its tokens: 0 the original, else the variant of that number."""
     if "tokens" in update.record["rows"]:
         return 0
-    every = read.run(run.directory, variants=True).found
+    every = Run(run.directory, variants=True).found
     same = [
         place.variant
         for place, artifact in every
@@ -151,7 +152,7 @@ def _but_tokens(update: Artifact) -> dict[str, Any]:
 
 
 def _tokens(run: Run, row: dict[str, Any], update: Artifact, variant: int) -> Iterator[Chapter]:
-    step, everything = row["step"], read.run(run.directory, variants=True)
+    step, everything = row["step"], Run(run.directory, variants=True)
     of_it = (pl.col("step") == step) & (pl.col("variant").fill_null(0) == variant)
     steps = everything.metrics.filter(of_it).select("optimizer_step", "mini_batch").collect()
     mini_batches = dict(steps.iter_rows())
@@ -162,7 +163,9 @@ def _tokens(run: Run, row: dict[str, Any], update: Artifact, variant: int) -> It
     )
     if found.is_empty():
         yield Chapter(f"in step {step} none of its tokens carried loss")
-    decode = _decoder(update.sources["policy"])
+    policy = update.sources["policy"]
+    mirror.bring(run.directory, [policy], lambda name: name == TOKENIZER)
+    decode = _decoder(policy)
     for record in found.iter_rows(named=True):
         optimizer_step = record["optimizer_step"]
         clipped = {f"clipped_{side}": sum(record[f"clipped_{side}"]) for side in CLIPPED}
@@ -206,7 +209,7 @@ def _token_rows(
 
 def _decoder(policy: Path) -> Callable[[list[int]], list[str]]:
     """From token ids to a text each, by the policy's tokenizer; empty texts where it has none."""
-    file = policy / "tokenizer.json"
+    file = policy / TOKENIZER
     if not file.is_file():
         return lambda ids: [""] * len(ids)
     from tokenizers import Tokenizer

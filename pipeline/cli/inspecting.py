@@ -31,7 +31,7 @@ BARS = "▁▂▃▄▅▆▇█"
 COLOURS = {"right": "green", "partial": "yellow", "wrong": "red", "no_answer": "magenta"}
 CURVES = "acc,held_out,reward,length,truncated,entropy,clip_fraction_high,kept,seconds"
 Runs = Annotated[
-    list[str] | None, typer.Option("--run", help="A run's name or directory; default: the newest.")
+    list[str] | None, typer.Option("--run", help="Its name, directory or URL; default: the newest.")
 ]
 
 
@@ -61,7 +61,7 @@ def sql(
         raise InputError(f"{parquet.absolute().parent} is no directory to write to")
     from pipeline import read, runs
 
-    found = [read.run(directory) for directory in _directories(run)]
+    found = [read.Run(directory) for directory in _directories(run)]
     connection = asking.connect(found, root=runs.root(), query=query)
     if parquet is not None:
         say(f"{asking.write_parquet(connection, query, parquet)} rows in {parquet}")
@@ -70,7 +70,7 @@ def sql(
     if json_:
         print(document(asking.rows_of(result)))
     elif csv_:
-        writer = csv.writer(sys.stdout)
+        writer = csv.writer(sys.stdout, lineterminator="\n")
         names = asking.names_of(result)
         writer.writerow(names)
         while rows := asking.rows_of(result, asking.BATCH):
@@ -102,7 +102,7 @@ def samples(
     from pipeline import read
     from pipeline import samples as sampled
 
-    found = read.run(_directory(run))
+    found = read.Run(_directory(run))
     wanted = sampled.Wanted(
         step=step,
         verdict=verdict,
@@ -174,7 +174,7 @@ def metrics(
     from pipeline import read
 
     frames = {
-        directory.name: read.run(directory).curves.collect() for directory in _directories(run)
+        directory.name: read.Run(directory).curves.collect() for directory in _directories(run)
     }
     known = list(dict.fromkeys(name for frame in frames.values() for name in frame.columns))
     chosen = known if columns == "all" else columns.split(",")

@@ -9,7 +9,7 @@ import typer
 from rich.markup import escape
 from rich.tree import Tree
 
-from pipeline.cli.console import Json, cell, headlines, metric, out
+from pipeline.cli.console import Json, cell, headlines, metric, out, place
 
 if TYPE_CHECKING:
     from pipeline.lineage import Branch, Gap, Lineage, Node
@@ -37,10 +37,10 @@ def lineage(
     Example: dapo lineage s0001r0g0003n01 --run demo
     """
     from pipeline import lineage as tracing
-    from pipeline import runs
+    from pipeline import mirror, runs
 
     if run is None and (Path(what).exists() or "/" in what):
-        found = tracing.trace(Path(what), full=full)
+        found = tracing.trace(mirror.looked_at(place(what)), full=full)
     else:
         within = runs.find(run) if run else None
         found = tracing.trace_response(what, run=within, full=full)

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from pipeline import storage
 from pipeline.cli.console import (
     Json,
     Run,
@@ -187,6 +188,10 @@ def _stage(path: Path) -> str | None:
 
 def _holds_scores(given: str) -> bool:
     """Whether it is a path that a run's directory is not: a scoring, or what should be one."""
+    from pipeline import mirror
+
+    if storage.is_url(given):
+        return mirror.split(given)[1] != ""
     path = Path(given)
     return (path.exists() or len(path.parts) > 1) and not (path / "config.yaml").is_file()
 

@@ -47,7 +47,7 @@ def test_a_view_holds_what_the_frame_of_its_name_holds(finished: Path, view: str
 
 
 def test_the_catalogue_names_every_column_of_every_view_and_its_type(finished: Path) -> None:
-    connection = sql.connect([run(finished / "runs/small")], root=finished, query="artifacts")
+    connection = sql.connect([run(finished / "runs/small")], root=finished)
     listed = sql.catalogue()
     assert all(row["meaning"] for row in listed)
     for view in (*VIEWS, "responses", "artifacts"):
@@ -155,6 +155,24 @@ def test_files_outside_the_data_root_are_closed(small: Path, query: str) -> None
         asked(small, query.format(outside=outside, inside=data / "runs"))
 
 
+@pytest.mark.parametrize("way", ["link.csv", "there/secret.csv", "*/secret.csv"])
+def test_a_link_below_the_data_root_leads_nowhere_else(small: Path, way: str) -> None:
+    data = small.parents[1]
+    (data.parent / "beside").mkdir()
+    (data.parent / "beside/secret.csv").write_text("a,b\n1,2\n")
+    (data / "link.csv").symlink_to(data.parent / "beside/secret.csv")
+    (data / "there").symlink_to(data.parent / "beside")
+    with pytest.raises(InputError, match="disabled by configuration"):
+        asked(small, f"select * from read_csv('{data}/{way}')")
+
+
+def test_a_data_root_that_is_a_link_is_open(small: Path) -> None:
+    link = small.parents[1].with_name("link")
+    link.symlink_to(small.parents[1])
+    file = link / "runs/small/step_0001/round_0/score/scores/part-00000.parquet"
+    assert asked(link / "runs/small", f"select count(*) from '{file}'") == [(24,)]
+
+
 def test_files_below_the_data_root_are_open(small: Path) -> None:
     file = small / "step_0001/round_0/score/scores/part-00000.parquet"
     assert asked(small, f"select count(*) from '{file}'") == [(24,)]
@@ -171,6 +189,17 @@ def test_files_below_the_data_root_are_open(small: Path) -> None:
         "set enable_external_access = true",
         "install httpfs",
         "pragma version",
+        "with a as (copy (select 1) to '{data}/x.csv') select 1",
+        "explain analyze with a as (copy (select 1) to '{data}/x.csv') select 1",
+        "explain (analyze, format json) copy (select 1) to '{data}/x.csv'",
+        "-- so\nexplain analyze copy (select 1) to '{data}/x.csv'",
+        "copy (pivot scores on verdict using count(*)) to '{data}/x.csv'",
+        "with a as (copy (select 1) to '{data}/x.csv') "
+        "from (pivot scores on verdict using count(*))",
+        "with ä as (COPY (select 1) to '{data}/x.csv') from (pivot scores on verdict)",
+        "from query('with a as (copy (select 1) to ''{data}/x.csv'') select 1')",
+        "from enable_logging(storage = 'file', storage_path = '{data}/log')",
+        "with a as (delete from artifacts returning *) select 1",
     ],
 )
 def test_nothing_but_a_query_is_taken(small: Path, query: str) -> None:
@@ -194,6 +223,8 @@ def test_even_the_connection_itself_is_locked(finished: Path) -> None:
         ("select * from rolouts", 'Did you mean "rollouts"'),
         ("selec 1", "syntax error"),
         ("select cast(text as int) from rollouts", "Could not convert"),
+        ("select 1,\n no", "LINE 2:  no"),
+        ("from sqlite_scan('x.db', 't')", "not in the catalog"),
         ("select 1; select 2", "expected one query, found 2"),
         (" ", "expected one query, found 0"),
     ],
@@ -207,8 +238,14 @@ def test_queries_of_every_kind_are_answered(finished: Path) -> None:
     directory = finished / "runs/small"
     assert asked(directory, "with a as (select 1 as b) from a") == [(1,)]
     assert asked(directory, "pivot (select verdict from scores) on verdict using count(*)")
+    assert asked(directory, "from (pivot (select verdict from scores) on verdict using count(*))")
+    pivot = "from (pivot (from artifacts where stage = 'update') on state using count(*))"
+    assert asked(directory, pivot)
     assert asked(directory, "describe scores")
     assert asked(directory, "explain select 1")
+    assert asked(directory, "-- a plan\nexplain (format json) select 1")
+    assert asked(directory, "select count(*) from query_table('rol' || 'louts')") == [(36,)]
+    assert len(asked(directory, "show tables")) == len({row["view"] for row in sql.catalogue()})
 
 
 def test_a_result_is_written_as_parquet_whole_or_not_at_all(finished: Path, tmp_path: Path) -> None:

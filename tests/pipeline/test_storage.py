@@ -19,7 +19,7 @@ import pytest
 from small_run import SMALL, digests, run
 from typer.testing import CliRunner
 
-from pipeline import artifacts, mirror, runs
+from pipeline import artifacts, mirror, read, runs, samples
 from pipeline.artifacts import RECORD, Artifact
 from pipeline.cli import app
 from pipeline.config import composed, load, parse
@@ -206,6 +206,7 @@ def test_a_run_killed_halfway_whose_mirror_is_lost_ends_in_the_same_weights(
     assert digests(seen) == digests(finished / "runs" / "small")
     assert runs.verify(seen) == (len(digests(seen)), [])
     assert (seen / "latest").read_text() == "step_0002/update"
+    assert (seen / "best").read_text() == "step_0000/warmstart"  # never right: a tie
     assert not any(name.startswith(LOCK) for name in objects(url))
 
 
@@ -244,6 +245,39 @@ def test_every_command_that_looks_finds_what_it_needs_in_the_store(
     assert weights_below(cache) == []
     assert "15 artifacts, 0 problems" in look("verify", stored)
     assert weights_below(cache)
+
+
+def test_a_run_is_asked_about_in_the_store_and_brings_only_the_tables_that_a_query_names(
+    stored: str, root: str, cache: Path, finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def look(*arguments: str) -> str:
+        return asked(*arguments, cache=cache, root=root)
+
+    def brought() -> set[str]:
+        return {path.parent.name for path in cache.rglob("*.parquet")}
+
+    there = finished / "runs/small"
+    curves = read.run(there).curves.select("step", "acc").collect().to_dicts()
+    shown = json.loads(look("metrics", "small", "--columns", "acc", "--json"))
+    assert [{"step": row["step"], "acc": row["acc"]} for row in shown] == curves
+    assert not brought()  # the records say it all
+    states = json.loads(look("sql", "select distinct state from artifacts", "--json"))
+    assert states == [{"state": "whole"}] and not brought()
+    (count,) = json.loads(look("sql", "select count(*) as n from scores", "--json"))
+    assert (count["n"], brought()) == (36, {"scores"})
+    monkeypatch.setenv("DAPO_DATA", root)
+    groups = read.run(stored).groups
+    assert brought() == {"scores"}
+    assert groups.filter(step=1).collect().equals(read.run(there).groups.filter(step=1).collect())
+    assert len(list(cache.rglob("groups/*.parquet"))) == 1  # of that step
+    (sampled,) = json.loads(look("samples", stored, "--limit", "1", "--json"))
+    assert sampled in samples.find(read.run(there), samples.Wanted(), limit=1)[0].to_dicts()
+    told = json.loads(look("explain", sampled["response_id"], "--run", stored, "--json"))
+    assert told[1]["texts"]["text"] == sampled["text"]
+    assert "nothing" not in look("lineage", sampled["response_id"])
+    assert "made from" in look("lineage", f"{stored}/{SCORE}")
+    assert "first difference: none" in look("compare", stored, str(there))
+    assert weights_below(cache) == []
 
 
 def test_a_finished_run_is_served_from_the_store_without_work(
@@ -533,6 +567,17 @@ def test_any_store_that_fsspec_knows_will_do(kind: str, finished: Path, tmp_path
         assert artifact.changed_files(full=True) == []
         for name, known in artifact.record["files"].items():  # so that no file is hashed again
             assert (artifact.path / name).stat().st_mtime_ns == known["mtime_ns"]
+
+
+def test_tables_that_one_query_joins_are_brought_together(finished: Path, cache: Path) -> None:
+    upload(finished, "memory://joined")
+    shutil.rmtree(cache)
+    there, here = (read.run(run) for run in ("memory://joined/runs/small", finished / "runs/small"))
+    assert there.responses.collect().equals(here.responses.collect())
+    store = Store("memory://joined/runs/small")
+    store.write("step_0001/update/metrics/part-00000.parquet", b"something else")
+    with pytest.raises(InputError, match="is not the file that the record describes"):
+        there.metrics.collect()
 
 
 def test_a_local_run_knows_nothing_of_stores(data: Path) -> None:
