@@ -219,6 +219,8 @@ def last_evaluations(a: Run, b: Run) -> EvaluationComparison | None:
     last = [_last_evaluation(run) for run in (a, b)]
     if last[0] is None or last[1] is None:
         return None
+    for run, artifact in zip((a, b), last, strict=True):
+        mirror.bring(run.directory, [artifact.path] if artifact else [], mirror.tables)
     with suppress(NotComparable):  # runs may well have been held against different prompts
         return paired.compare(last[0], last[1])
     return None

@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 from pipeline import artifacts
 from pipeline.artifacts import Artifact
 from pipeline.config import RunConfig, parse
-from pipeline.mirror import BEST, CONFIG, LATEST, Mirror, owned
+from pipeline.mirror import BEST, CONFIG, LATEST, Mirror, owned, tables
 from pipeline.retries import tried
 from pipeline.runner import Input, Runner, Workers
 from stages import evaluate
@@ -253,9 +253,19 @@ def prepared(config: RunConfig, execute: Execute) -> tuple[Artifact, Artifact]:
         )
         for name, source in (("prompts", config.prompts), ("heldout", config.heldout))
     )
-    # an evaluation set without prompts is noticed now, not after the warm start
-    evaluate.exams(config.evaluate, prompts=heldout.path, more=config.evaluate.files)
     return prompts, heldout
+
+
+def _check_sets(config: RunConfig, heldout: Artifact, mirror: Mirror | None) -> None:
+    """Notice an evaluation set without prompts now, not after the warm start.
+
+    Where there is an evaluation, its recipe will tell; of a store, nothing is brought here for it.
+    """
+    if (config.directory / step_name(0) / "evaluate" / artifacts.RECORD).exists():
+        return
+    if mirror:
+        mirror.bring([heldout.path], tables)
+    evaluate.exams(config.evaluate, prompts=heldout.path, more=config.evaluate.files)
 
 
 def newest_step(directory: Path) -> int:
@@ -280,6 +290,7 @@ def train(
     when the prompts are used up before the last step, after the evaluation of what was trained.
     """
     prompts, heldout = prepared(config, execute)
+    _check_sets(config, heldout, mirror)
     loop = Loop(config, execute, prompts, heldout)
     policy = loop.base_policy()
     reference = None if config.update.kl == "off" else policy

@@ -9,6 +9,7 @@ from small_run import run
 from pipeline import artifacts, garbage, loop, runs, summary
 from pipeline.artifacts import Artifact
 from pipeline.config import RunConfig, parse
+from stages.errors import InputError
 
 STEP_ONE, STEP_TWO = Path("step_0001/update"), Path("step_0002/update")
 
@@ -108,3 +109,9 @@ def test_the_end_of_a_run_names_its_best_policy(finished: Path) -> None:
 
 def test_the_idea_of_the_best_is_no_setting_of_an_evaluation(data: Path) -> None:
     assert run(data, ["evaluate.best.metric=pass@2", "evaluate.best.mode=min"]) == []
+
+
+def test_a_set_without_prompts_ends_the_run_before_the_warm_start(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"sets\.hard: none of the 6 prompts"):
+        run(tmp_path, ["evaluate.sets.hard={levels: [9]}"])
+    assert not (tmp_path / "runs/small/step_0000").exists()
