@@ -1,22 +1,29 @@
 """Hold two runs side by side: settings, the first artifact that differs, curves, prompts."""
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import polars as pl
 
-from pipeline import artifacts, mirror
+from pipeline import artifacts, mirror, paired
 from pipeline.artifacts import TIMINGS, Artifact
 from pipeline.config import parse
 from pipeline.loop import CONFIG
+from pipeline.paired import EvaluationComparison, NotComparable
 from pipeline.read import Place, Run, asked, files_of
 from stages import tables
 from stages.errors import InputError
 
 CURVES = ("acc", "reward", "length", "held_out", "entropy", "kept", "sampled_tokens", "seconds")
 # tables whose rows one column does not name
-KEYS = {"tokens": ["response_id", "optimizer_step"], "unusable": ["file", "row"]}
+KEYS = {
+    "evaluations": ["set", "prompt_id"],
+    "results": ["set", "task", "difficulty", "metric"],
+    "tokens": ["response_id", "optimizer_step"],
+    "unusable": ["file", "row"],
+}
 PROMPTS = 10
 
 
@@ -47,6 +54,7 @@ class RunComparison:
     divergence: Divergence | None
     curves: pl.DataFrame
     prompts: pl.DataFrame
+    evaluations: EvaluationComparison | None  # the last of each; None: one has none
 
     def document(self) -> dict[str, Any]:
         """All of it as plain values."""
@@ -55,6 +63,7 @@ class RunComparison:
             "divergence": self.divergence and vars(self.divergence),
             "curves": self.curves.to_dicts(),
             "prompts": self.prompts.to_dicts(),
+            "evaluations": self.evaluations and self.evaluations.document(),
         }
 
 
@@ -81,6 +90,7 @@ def compare(a: Path, b: Path, *, prompts: int = PROMPTS) -> RunComparison:
         divergence=first and divergence(first, made_a[first], made_b[first]),
         curves=curves(*runs),
         prompts=pass_rates(*runs).head(prompts),
+        evaluations=last_evaluations(*runs),
     )
 
 
@@ -202,6 +212,28 @@ def pass_rates(a: Run, b: Run) -> pl.DataFrame:
         .sort(pl.col("change").abs(), pl.col("prompt_id"), descending=[True, False])
         .collect()
     )
+
+
+def last_evaluations(a: Run, b: Run) -> EvaluationComparison | None:
+    """The last evaluations of both runs by prompts in common, if there are any."""
+    last = [_last_evaluation(run) for run in (a, b)]
+    if last[0] is None or last[1] is None:
+        return None
+    for run, artifact in zip((a, b), last, strict=True):
+        mirror.bring(run.directory, [artifact.path] if artifact else [], mirror.tables)
+    with suppress(NotComparable):  # runs may well have been held against different prompts
+        return paired.compare(last[0], last[1])
+    return None
+
+
+def _last_evaluation(run: Run) -> Artifact | None:
+    """That of the highest step, variants left aside."""
+    found = [
+        (place.step or 0, artifact)
+        for place, artifact in run.found
+        if (place.stage, place.variant) == ("evaluate", None)
+    ]
+    return max(found, key=lambda each: each[0])[1] if found else None
 
 
 def _only(run: Run, other: Run) -> list[str]:

@@ -25,6 +25,7 @@ from stages.settings import Machine, Settings, without_credentials
 
 CONFIG_DIR = Path(conf.__file__).parent.resolve()
 CHECKOUT = CONFIG_DIR.parent
+SETS = "evaluate.sets"
 _composing = threading.Lock()  # Hydra's state is global
 
 
@@ -214,6 +215,10 @@ def composed(overrides: Sequence[str] = ()) -> str:
             url = key == "data" and storage.is_url(value)
             whole = storage.checked(value) if url else os.path.abspath(value)
             OmegaConf.update(config, key, whole)
+    sets = OmegaConf.select(config, SETS)
+    for given in sets.values() if OmegaConf.is_dict(sets) else ():
+        if OmegaConf.is_dict(given) and given.get("file"):
+            given.file = os.path.abspath(given.file)
     return OmegaConf.to_yaml(config)
 
 
@@ -266,6 +271,8 @@ def understood(override: str) -> str:
     """
     key, assigned, value = override.partition("=")
     kind = KEYS.get(key.lstrip("+"))
+    if assigned and re.match(rf"\+*{re.escape(SETS)}\.[^.]+(\.|$)", key):
+        return f"++{key.lstrip('+')}={value}"  # names are the user's
     if not assigned or kind is None:
         return override
     if kind in (str, Path) and value != "null" and not re.match(r"""["'\[{]|\$\{""", value):

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 HEIGHT = 200  # of a chart, pixels
 POINTS = 400  # of a curve, at most: longer ones are thinned out
 MARKED = 60  # points up to which each has a mark of its own
-Z95 = 1.96
 DATA = "curves"  # the one table that all charts read
 AGE, REASON, SECONDS = "age_", "reason_", "seconds_"
 LABELS = {
@@ -144,8 +143,8 @@ PLAN: tuple[Lines | Stack, ...] = (
         name="accuracy",
         section="learning",
         title="Accuracy",
-        reading="Held-out accuracy is the measure of success, with bars for its 95 % interval over "
-        "the prompts; that of the training samples moves with the prompts that are asked.",
+        reading="Held-out accuracy is the measure of success, with bars for its interval over the "
+        "prompts; that of the training samples moves with the prompts that are asked.",
         y="accuracy",
         columns=("held_out", "acc"),
         format=".1~%",
@@ -289,7 +288,7 @@ class Figure:
 def curves(run: Run) -> pl.DataFrame:
     """`Run.curves`, and what more the charts show: a row per step; what is not finite is null.
 
-    Further columns: `held_out_low`, `held_out_high` (95 % interval over the prompts),
+    Further columns: `held_out_low`, `held_out_high` (bootstrap interval over the prompts),
     `length_stopped` (mean tokens of responses that ended by themselves), `probe_gap_max`,
     `sampler_speed`, `trainer_speed` (tokens per second), `evaluated_tokens`, and `age_0`, `age_1`,
     … (groups trained on by their age in steps).
@@ -337,15 +336,12 @@ def _recorded(step: Step | None, evaluation: Artifact | None) -> dict[str, float
 
 
 def _intervals(run: Run) -> pl.DataFrame:
-    """mean ± 1.96 · std / √prompts of a prompt's accuracy, per evaluated step; within 0 and 1."""
-    acc = pl.col("acc_mean").drop_nulls()
-    half = Z95 * acc.std() / acc.count().sqrt()
+    """The bootstrap interval of avg@k on the first evaluation set, per evaluated step."""
+    of_all = pl.col("task").is_null() & pl.col("difficulty").is_null()
     return (
-        run.evaluations.group_by("step")
-        .agg(
-            held_out_low=(acc.mean() - half).clip(0, 1),
-            held_out_high=(acc.mean() + half).clip(0, 1),
-        )
+        run.results.filter(of_all, pl.col("metric").str.starts_with("avg@"))
+        .group_by("step")
+        .agg(held_out_low=pl.col("low").first(), held_out_high=pl.col("high").first())
         .collect()
     )
 

@@ -16,16 +16,17 @@ from typing import Any, Literal
 from pipeline import artifacts, environment, runs
 from pipeline.artifacts import RECORD, UPLOADED, Artifact
 from pipeline.config import Schedule, parse
-from pipeline.loop import Round, step_name
-from pipeline.mirror import CONFIG, LATEST, LEDGER, ORIGIN, REPORT, Mirror
+from pipeline.loop import Round, best_policy, step_name
+from pipeline.mirror import BEST, CONFIG, LATEST, LEDGER, ORIGIN, REPORT, Mirror
 
 DAY_S = 86_400
 DRAFT = re.compile(r"\.draft-.+-\d+")
 PARTIAL = re.compile(r"\.partial-(?P<artifact>.+)-(?P<recipe>[0-9a-f]{12})")
 PLACE = re.compile(r"step_\d{4,}|round_\d+")  # directories that hold artifacts
 VARIANT = re.compile(r".+\.variant-\d+")
-OF_THE_RUN = {".lock", CONFIG, LATEST, LEDGER, ORIGIN, REPORT, "tracker"}
-CUT_OFF = {str(Path(name).with_suffix(".partial")) for name in (RECORD, CONFIG, LATEST, REPORT)}
+OF_THE_RUN = {".lock", CONFIG, LATEST, BEST, LEDGER, ORIGIN, REPORT, "tracker"}
+REPLACED = (RECORD, CONFIG, LATEST, BEST, REPORT)  # by way of a file beside it
+CUT_OFF = {str(Path(name).with_suffix(".partial")) for name in REPLACED}
 
 
 @dataclass(frozen=True)
@@ -219,17 +220,18 @@ def _retention(
     """Weights and optimizer states that the schedule no longer keeps, and that nobody needs.
 
     As `loop.retire_old_policies`, but for a run that may have been changed since by hand: what an
-    unfinished step builds on stays.
+    unfinished step builds on stays, and so does the best policy.
     """
     updates = _updates(inventory)
     newest = max(updates, default=0)
+    best = best_policy(inventory.run)
     trained_on, sampled_by = _needed(inventory, schedule, updates)
     for number, update in sorted(updates.items()):
         elsewhere = any(not user.is_relative_to(inventory.run) for user in users[update.path])
         if number in trained_on or elsewhere:
             continue
         milestone = schedule.keep_every is not None and number % schedule.keep_every == 0
-        runs_still = milestone or number in sampled_by
+        runs_still = milestone or number in sampled_by or update.path == best
         if _old(number, newest, schedule.keep_policies) and not runs_still:
             yield from _retired(update, f"not of the newest {schedule.keep_policies} policies")
             continue

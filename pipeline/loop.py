@@ -15,14 +15,15 @@ from typing import NamedTuple, Protocol
 from pipeline import artifacts
 from pipeline.artifacts import Artifact
 from pipeline.config import RunConfig, parse
-from pipeline.mirror import CONFIG, LATEST, Mirror, owned
+from pipeline.mirror import BEST, CONFIG, LATEST, Mirror, owned, tables
 from pipeline.retries import tried
 from pipeline.runner import Input, Runner, Workers
+from stages import evaluate
 from stages.errors import Exhausted, InputError, Shortage
 from stages.settings import Settings
 
 MARGIN = 1.25  # prompts to spare: a surplus group waits for the next step, a short round costs one
-Inputs = dict[str, Artifact | Path | list[Artifact] | None]
+Inputs = dict[str, Artifact | Path | list[Artifact | Path] | None]
 
 
 class Execute(Protocol):
@@ -80,7 +81,7 @@ class Loop:
 
     def evaluate(self, number: int, policy: Artifact | Path) -> Artifact:
         """Measure the policy that step `number` made."""
-        inputs: Inputs = {"prompts": self.heldout, "policy": policy}
+        inputs = evaluation_inputs(self.config.evaluate, self.heldout, policy)
         place = f"{step_name(number)}/evaluate"
         return self.stage(place, "evaluate", self.config.evaluate, inputs)
 
@@ -215,6 +216,14 @@ class Loop:
         return round_size(lacking, last, most=self.config.select.size)
 
 
+def evaluation_inputs(
+    config: evaluate.Config, heldout: Artifact | Path, policy: Artifact | Path
+) -> Inputs:
+    """What an evaluation reads; `more` only where sets have prompts of their own."""
+    inputs: Inputs = {"prompts": heldout, "policy": policy}
+    return inputs | ({"more": list(config.files)} if config.files else {})
+
+
 def round_size(lacking: float, last: Sequence[Mapping[str, float]], *, most: int) -> int:
     """How many prompts to ask: the groups that the batch lacks ÷ the share that was informative.
 
@@ -247,6 +256,18 @@ def prepared(config: RunConfig, execute: Execute) -> tuple[Artifact, Artifact]:
     return prompts, heldout
 
 
+def _check_sets(config: RunConfig, heldout: Artifact, mirror: Mirror | None) -> None:
+    """Notice an evaluation set without prompts now, not after the warm start.
+
+    Where there is an evaluation, its recipe will tell; of a store, nothing is brought here for it.
+    """
+    if (config.directory / step_name(0) / "evaluate" / artifacts.RECORD).exists():
+        return
+    if mirror:
+        mirror.bring([heldout.path], tables)
+    evaluate.exams(config.evaluate, prompts=heldout.path, more=config.evaluate.files)
+
+
 def newest_step(directory: Path) -> int:
     """The last step of a run whose policy is published; 0 of a run that has none."""
     pointer = directory / LATEST
@@ -269,26 +290,67 @@ def train(
     when the prompts are used up before the last step, after the evaluation of what was trained.
     """
     prompts, heldout = prepared(config, execute)
+    _check_sets(config, heldout, mirror)
     loop = Loop(config, execute, prompts, heldout)
     policy = loop.base_policy()
     reference = None if config.update.kl == "off" else policy
     evaluation = loop.evaluate(0, policy)
+    best = better(None, config, evaluation, policy)
+    if _point_best(config, best, newest=0) and mirror:
+        mirror.push_text(BEST)
     sampler, rounds = policy, list[Round]()
     for number in range(1, config.schedule.steps + 1):
         try:
             step = loop.step(number, policy, rounds, sampler=sampler, reference=reference)
         except Exhausted:
-            loop.evaluate(number - 1, policy)
+            best = better(best, config, loop.evaluate(number - 1, policy), policy)
+            if _point_best(config, best, newest=number - 1) and mirror:
+                mirror.push_text(BEST)
             raise
         sampler = policy if config.schedule.one_step_off else step.update
         policy, rounds, evaluation = step.update, step.rounds, step.evaluate or evaluation
+        best = better(best, config, _evaluation_of(config, step), step.update)
         stepped(step)
         if _point_latest(config, step) and mirror:
             mirror.push_text(LATEST)
-        for old in retire_old_policies(config, newest=number):
+        if _point_best(config, best, newest=number) and mirror:
+            mirror.push_text(BEST)
+        for old in retire_old_policies(config, newest=number, best=best):
             if mirror:
                 mirror.push(old)
     return evaluation
+
+
+class Best(NamedTuple):
+    """The policy with the best figure so far, and that figure."""
+
+    policy: Path
+    value: float
+
+
+def _evaluation_of(config: RunConfig, step: Step) -> Artifact | None:
+    """The step's evaluation, also one that was due when the run was to end there."""
+    place = config.directory / step_name(step.number) / "evaluate"
+    if step.evaluate is not None or not (place / artifacts.RECORD).exists():
+        return step.evaluate
+    found = artifacts.load(place)
+    of_this = found.recipe.inputs["policy"] == step.update.digest
+    same = found.recipe.config == config.evaluate.model_dump(mode="json")
+    return found if of_this and same else None
+
+
+def better(
+    best: Best | None, config: RunConfig, evaluation: Artifact | None, policy: Artifact | Path
+) -> Best | None:
+    """`best`, or the policy just evaluated if its figure is better; ties keep the earlier."""
+    chosen = config.evaluate.best
+    if chosen is None or evaluation is None:
+        return best
+    value = evaluation.metrics.get(config.evaluate.metric_name(chosen.metric, chosen.set))
+    if value is None:  # no prompt was measured by it
+        return best
+    gain = best and (value - best.value) * (1 if chosen.mode == "max" else -1)
+    return Best(_path(policy), value) if gain is None or gain > 0 else best
 
 
 @contextmanager
@@ -341,9 +403,10 @@ def _waiting(rounds: list[Round]) -> str:
     return f"; {groups:.0f} informative groups are saved and were not trained" if groups else ""
 
 
-def retire_old_policies(config: RunConfig, *, newest: int) -> list[Path]:
+def retire_old_policies(config: RunConfig, *, newest: int, best: Best | None = None) -> list[Path]:
     """Remove old optimizer states and weights, as the schedule says; records and tables stay.
 
+    So do the weights of the best policy, the one that `best` names and the one that it will name.
     Returns the policies that are old.
     """
     schedule = config.schedule
@@ -351,12 +414,14 @@ def retire_old_policies(config: RunConfig, *, newest: int) -> list[Path]:
     def old(number: int, keep: int | None) -> bool:
         return keep is not None and number <= newest - keep
 
+    kept = {best_policy(config.directory), best and best.policy}
     retired = []
     for number in range(1, newest):
         milestone = schedule.keep_every is not None and number % schedule.keep_every == 0
-        weights = old(number, schedule.keep_policies) and not milestone
+        path = config.directory / step_name(number) / "update"
+        weights = old(number, schedule.keep_policies) and not milestone and path not in kept
         if weights or old(number, schedule.keep_optimizers):
-            update = artifacts.load(config.directory / step_name(number) / "update")
+            update = artifacts.load(path)
             artifacts.retire(update, keep_weights=not weights)
             retired.append(update.path)
     return retired
@@ -375,6 +440,29 @@ def _point_latest(config: RunConfig, step: Step) -> bool:
     return (len(newest), newest) < (len(ours), ours)
 
 
+def _point_best(config: RunConfig, best: Best | None, *, newest: int) -> bool:
+    """`best` names the best policy of the steps up to `newest`, if `latest` is none after them.
+
+    A resumed run serves its old steps first, and knows the best of all of them at the last one.
+    Returns whether it names another one now.
+    """
+    if best is None or newest < newest_step(config.directory):
+        return False
+    inside = best.policy.is_relative_to(config.directory)
+    name = str(best.policy.relative_to(config.directory) if inside else best.policy)
+    pointer = config.directory / BEST
+    if pointer.exists() and pointer.read_text() == name:
+        return False
+    artifacts.write_durably(pointer, name)
+    return True
+
+
+def best_policy(directory: Path) -> Path | None:
+    """What a run's `best` names; None where nothing does."""
+    pointer = directory / BEST
+    return directory / pointer.read_text() if pointer.exists() else None
+
+
 def plainly(runner: Runner, *, say: Callable[[str], None] = print) -> Execute:
     """Execute without Prefect; `say` is told of what is tried again."""
 
@@ -388,13 +476,17 @@ def plainly(runner: Runner, *, say: Callable[[str], None] = print) -> Execute:
 def paths(inputs: Inputs) -> dict[str, Input]:
     """The directories of the artifacts."""
     return {
-        name: [item.path for item in value]
+        name: [_path(item) for item in value]
         if isinstance(value, list)
-        else value.path
-        if isinstance(value, Artifact)
-        else value
+        else None
+        if value is None
+        else _path(value)
         for name, value in inputs.items()
     }
+
+
+def _path(item: Artifact | Path) -> Path:
+    return item.path if isinstance(item, Artifact) else item
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from pipeline.storage import Store
 from stages.errors import InputError
 
 CONFIG, LATEST, LEDGER = "config.yaml", "latest", "tracker.json"
+BEST = "best"  # like latest: a file with the path of the best policy by now
 REPORT = "report.html"  # that somebody had written of a run; no part of it
 ORIGIN = ".store"  # in a run's mirror: the URL of the run
 RUNS = "runs"
@@ -168,7 +169,7 @@ class Mirror:
         if listed.keys() - {name for name in listed if name.startswith(LOCK)}:
             self.directory.mkdir(parents=True, exist_ok=True)
             (self.directory / ORIGIN).write_text(self.store.url)
-            self._bring_texts(listed.keys() & {CONFIG, LATEST, LEDGER})
+            self._bring_texts(listed.keys() & {CONFIG, LATEST, BEST, LEDGER})
             self._bring_records(
                 {name: mark for name, mark in listed.items() if name.endswith(f"/{RECORD}")}
             )

@@ -50,6 +50,7 @@ VIEWS: dict[str, View] = {
     "tokens": View("tokens", ("update",), _OF_STEP),
     "samples": View("samples", ("evaluate",), _OF_STEP),
     "evaluations": View("evaluations", ("evaluate",), _OF_STEP),
+    "results": View("results", ("evaluate",), _OF_STEP),
     "probe": View("probe", ("warmstart", "update"), _OF_STEP),
 }
 RENAMED = {"beliefs": {"step": "faded_to"}}  # for `step` is where the table lies
@@ -73,7 +74,7 @@ CURVES = {
     "reward": "mean reward of the same",
     "length": "mean tokens of a response",
     "truncated": "share of responses that were cut",
-    "held_out": "avg@k on the held-out prompts, where the step was evaluated",
+    "held_out": "avg@k on the first evaluation set, where the step was evaluated",
     "rounds": "of dynamic sampling",
     "sampled_tokens": "tokens generated for training, over all rounds",
     "seconds": "of all stages, as their records say",
@@ -181,6 +182,7 @@ class Run:
         self.tokens = self.frame("tokens")
         self.samples = self.frame("samples")
         self.evaluations = self.frame("evaluations")
+        self.results = self.frame("results")
         self.probe = self.frame("probe")
 
     def __repr__(self) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 from pipeline import artifacts
 from pipeline.artifacts import Artifact
 from pipeline.config import RunConfig, parse
-from pipeline.loop import CONFIG, Execute, Inputs, newest_step, paths, step_name
+from pipeline.loop import CONFIG, Execute, evaluation_inputs, newest_step, paths, step_name
 from pipeline.mirror import Mirror, bring
 from pipeline.runner import Runner, accepts, recipe_for
 from stages import update
@@ -117,7 +117,8 @@ def evaluated(
     place = run / step_name(number)
     first = config.model.path if config.warmstart is None else place / "warmstart"
     policy = artifacts.load(place / "update").path if number else first
-    inputs: Inputs = {"prompts": run / "heldout", "policy": policy}
+    assert policy is not None  # else there would be a warm start
+    inputs = evaluation_inputs(asked.evaluate, run / "heldout", policy)
     recipe = recipe_for("evaluate", asked.evaluate, paths(inputs))
     out = next(
         out

@@ -9,7 +9,7 @@ import polars as pl
 from pipeline import artifacts, mirror, storage
 from pipeline.artifacts import RECORD, Artifact
 from pipeline.config import load
-from pipeline.loop import CONFIG
+from pipeline.loop import BEST, CONFIG
 from stages import tables
 from stages.errors import InputError
 
@@ -75,6 +75,7 @@ def _run_row(run: Path) -> dict[str, Any]:
         "steps": sum(a.stage == "update" and a.path.name == "update" for a in records),
         "artifacts": len(records),
         "seconds": round(sum(a.record["seconds"] for a in records), 1),
+        "best": (run / BEST).read_text() if (run / BEST).is_file() else None,
         "directory": str(run),
     }
 

@@ -7,7 +7,7 @@ import polars as pl
 from pipeline import artifacts
 from pipeline.artifacts import Artifact
 from pipeline.config import RunConfig
-from pipeline.loop import Round, Step, step_name
+from pipeline.loop import Round, Step, best_policy, step_name
 from stages import tables
 
 SAMPLES = 8
@@ -32,8 +32,18 @@ def result(config: RunConfig, evaluation: Artifact) -> str:
     first = artifacts.load(config.directory / step_name(0) / "evaluate")
     return (
         f"held-out accuracy {accuracy(first):.3f} → {accuracy(evaluation):.3f} "
-        f"(avg@{config.evaluate.n}); look: dapo ls {config.run}"
+        f"({headline(evaluation)}{_best(config)}); look: dapo ls {config.run}"
     )
+
+
+def _best(config: RunConfig) -> str:
+    """Which policy is the best, by what, where the run keeps count."""
+    best = best_policy(config.directory)
+    if best is None or config.evaluate.best is None:
+        return ""
+    place = best.relative_to(config.directory) if best.is_relative_to(config.directory) else best
+    by = config.evaluate.best
+    return f"; best by {by.metric} on {by.set}: {place}"
 
 
 def numbers(step: Step) -> dict[str, float]:
@@ -59,10 +69,13 @@ def numbers(step: Step) -> dict[str, float]:
 
 
 def accuracy(evaluation: Artifact) -> float:
-    """avg@k of an evaluation."""
-    return next(
-        number(value) for name, value in evaluation.metrics.items() if name.startswith("avg@")
-    )
+    """avg@k of an evaluation's first set."""
+    return number(evaluation.metrics[headline(evaluation)])
+
+
+def headline(evaluation: Artifact) -> str:
+    """How avg@k is called: with its k."""
+    return next(name for name in evaluation.metrics if name.startswith("avg@"))
 
 
 def seconds(step: Step) -> dict[str, float]:

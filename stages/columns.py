@@ -21,7 +21,8 @@ TABLES: dict[str, tuple[str, str]] = {
     "tokens": ("update, with record_tokens", "a response in one optimizer step, token by token"),
     "probe": ("warmstart, update", "a sequence, and what these very weights compute for it"),
     "samples": ("evaluate", "a sampled response to a held-out prompt, judged"),
-    "evaluations": ("evaluate", "a held-out prompt"),
+    "evaluations": ("evaluate", "a held-out prompt, in one evaluation set"),
+    "results": ("evaluate", "a figure of a set: of all its prompts, a task's, a difficulty's"),
 }
 
 # columns that mean the same in every table
@@ -52,7 +53,10 @@ COMMON: dict[str, str] = {
     "verdict": (
         "right, partial, wrong, no_answer, truncated, timeout, memory, crash, error or unscorable"
     ),
+    "set": "name of the evaluation set, of evaluate.sets",
+    "difficulty": "what meta says of evaluate.difficulty, as text; null where it says nothing",
     "n": "responses",
+    "n_scored": "responses that have a score",
     "acc_mean": "mean acc of the scored responses",
     "age": "steps between the policy that sampled it and the one that it is to train",
     "advantage": "(reward - mean of its group) / (std + eps), or without std",
@@ -87,7 +91,6 @@ SPECIAL: dict[str, dict[str, str]] = {
     },
     "skipped": {"reason": "empty, too_long, time_limit or template: with the message"},
     "groups": {
-        "n_scored": "responses that have a score",
         "metric_min": "least value of what the filter looks at: acc, or a reward part",
         "metric_max": "greatest value of the same",
         "reward_mean": "mean reward of the scored responses",
@@ -144,10 +147,25 @@ SPECIAL: dict[str, dict[str, str]] = {
         "response_ids": "token ids whose log-probs are given",
         "logprobs": "of each of them, at temperature 1, nats",
     },
-    "samples": {"group_id": "the prompt_id"},
+    "samples": {"group_id": "the prompt_id; in other sets than heldout, `<set>/<prompt_id>`"},
     "evaluations": {
+        "n_right": "responses that are right, acc 1",
         "length_mean": "tokens of a response, mean",
         "truncated_mean": "share of responses that were cut",
+    },
+    "results": {
+        "task": "of the prompts; null: whatever their task",
+        "difficulty": "of the prompts; null: whatever their difficulty",
+        "metric": (
+            "avg@n, pass@k, maj@k, truncated, length, length_stopped (tokens, of all and of those "
+            "that were not cut), bleu, chrf, accuracy, macro_f1"
+        ),
+        "value": "of the figure",
+        "low": "lower end of its bootstrap interval over prompts; null where there is one prompt",
+        "high": "upper end of the same",
+        "n_prompts": "prompts that count in it",
+        "n_samples": "responses that count in it",
+        "signature": "sacrebleu's, of bleu and chrf",
     },
 }
 PART = "a further part of the reward, named in score.parts, 1 to 0; null: nobody could score it"

@@ -53,7 +53,7 @@ def at_run(finished: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_questions_in_sql_are_answered_on_a_run(at_run: Path) -> None:
-    whys, steps, odd = re.findall(r"```sql\n(.*?)```", DATA_README, flags=re.DOTALL)
+    whys, steps, odd, figures = re.findall(r"```sql\n(.*?)```", DATA_README, flags=re.DOTALL)
     # 6 groups, then 3 more; a shuffle expects nothing
     [(why, groups, expected, found, mixed)] = duckdb.sql(whys).fetchall()
     assert (why, groups, expected) == ("shuffle", 9, None)
@@ -65,6 +65,9 @@ def test_the_questions_in_sql_are_answered_on_a_run(at_run: Path) -> None:
     ).fetchall()
     assert [(sum(tokens for *_, tokens in decided),)] == sampled
     assert duckdb.sql(odd).columns == ["reason", "group_id", "verdict", "reward", "text"]
+    of_avg = [row for row in duckdb.sql(figures).fetchall() if row[2] == "avg@2"]
+    assert [(step, of_set) for step, of_set, *_ in of_avg] == [(0, "heldout"), (2, "heldout")]
+    assert all(low <= value <= high for *_, value, low, high in of_avg)
 
 
 def test_the_question_in_polars_is_answered_on_a_run(

@@ -22,9 +22,11 @@ if TYPE_CHECKING:
     import polars as pl
 
     from pipeline.compare_runs import Divergence
+    from pipeline.paired import EvaluationComparison
 
 ROWS_SHOWN, SIDE = 100, 38  # rows of a result; letters of a response beside others
 UNBOUNDED = 10_000
+OF_SCORES = "filter settings and --rollouts are for two scorings, not for two {}"
 BARS = "▁▂▃▄▅▆▇█"
 COLOURS = {"right": "green", "partial": "yellow", "wrong": "red", "no_answer": "magenta"}
 CURVES = "acc,held_out,reward,length,truncated,entropy,clip_fraction_high,kept,seconds"
@@ -197,7 +199,7 @@ def compare_runs(a: str, b: str, *, prompts: int, as_json: bool, of_scores: bool
     from pipeline import compare_runs as comparing
 
     if of_scores:
-        raise InputError("filter settings and --rollouts are for two scorings, not for two runs")
+        raise InputError(OF_SCORES.format("runs"))
     made = comparing.compare(_directory(a), _directory(b), prompts=prompts)
     if as_json:
         print(document(made.document()))
@@ -214,6 +216,30 @@ def compare_runs(a: str, b: str, *, prompts: int, as_json: bool, of_scores: bool
     ):
         say(title)
         _rows(frame.columns, frame.to_dicts())
+    if made.evaluations is None:
+        say("evaluations: none with a prompt in common")
+    else:
+        _paired(made.evaluations)
+
+
+def compare_evaluations(a: Path, b: Path, *, as_json: bool, of_scores: bool) -> None:
+    """Show what differs between two evaluations; options of scorings are refused."""
+    from pipeline import artifacts, paired
+
+    if of_scores:
+        raise InputError(OF_SCORES.format("evaluations"))
+    made = paired.compare(*(artifacts.load_unchanged(path.absolute()) for path in (a, b)))
+    if as_json:
+        print(document(made.document()))
+    else:
+        _paired(made)
+
+
+def _paired(made: "EvaluationComparison") -> None:
+    say(f"evaluations: a {made.a}, b {made.b}")
+    _rows(made.prompts.columns, made.prompts.to_dicts())
+    say(f"b - a with its {made.level:.0%} interval, by {made.resamples} resamples of prompts")
+    _rows(made.figures.columns, made.figures.to_dicts())
 
 
 def _divergence(found: "Divergence | None") -> None:

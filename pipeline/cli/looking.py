@@ -34,7 +34,7 @@ def ls(
     from pipeline import runs
 
     if run is None:
-        table("run steps artifacts seconds directory", runs.overview(), as_json=json_)
+        table("run steps artifacts seconds best directory", runs.overview(), as_json=json_)
         return
     rows = runs.entries(runs.find(run))
     if json_:
@@ -139,7 +139,7 @@ def report(
 
 
 def compare(
-    a: Annotated[str, typer.Argument(help="A run, or made by score.", metavar="A")],
+    a: Annotated[str, typer.Argument(help="A run, or made by score or by evaluate.", metavar="A")],
     b: Annotated[str, typer.Argument(help="The same.", metavar="B")],
     overrides: Annotated[
         list[str] | None,
@@ -154,19 +154,24 @@ def compare(
     prompts: Annotated[int, typer.Option(min=0, help="Of runs: prompts to name.")] = 10,
     json_: Json = False,
 ) -> None:
-    """Compare two runs, or two scorings of the same rollouts.
+    """Compare two runs, two evaluations, or two scorings of the same rollouts.
 
-    Runs: settings, the first artifact that differs down to the token, curves, prompts' pass rates.
+    Runs: settings, the first artifact that differs down to the token, curves, prompts' pass rates,
+    and their last evaluations.
+    Evaluations: each figure of each set, the difference with an interval and a p-value, by paired
+    bootstrap over the prompts that both have.
     Scorings: verdicts, groups kept, advantages, rewards; groups are decided on these rollouts
     alone: no other round, no carried rows.
 
     Example: dapo compare demo demo-2
 
+    Example: dapo compare step_0000/evaluate step_0025/evaluate
+
     Example: dapo compare round_0/score round_0/score.variant-1 filter.batch_groups=8
     """
     scores = [given for given in (a, b) if _holds_scores(given)]
     if len(scores) == 1:
-        raise InputError(f"{scores[0]} is no run: give two runs, or two scorings")
+        raise InputError(f"{scores[0]} is no run: give two runs, or two scorings or evaluations")
     if not scores:
         from pipeline.cli.inspecting import compare_runs
 
@@ -178,6 +183,15 @@ def compare(
     scores_a, scores_b, *given = (
         mirror.looked_at(place(path), mirror.tables) for path in (a, b, *(rollouts or []))
     )
+    kinds = [_stage(path) for path in (scores_a, scores_b)]
+    if "evaluate" in kinds:
+        from pipeline.cli.inspecting import compare_evaluations
+
+        if kinds[0] != kinds[1]:
+            raise InputError(f"{a} and {b} are not both evaluations: give two of one kind")
+        no_scores = bool(overrides or rollouts)
+        compare_evaluations(scores_a, scores_b, as_json=json_, of_scores=no_scores)
+        return
     made = comparing.compare(scores_a, scores_b, rollouts=given, overrides=overrides or [])
     if json_:
         print(json.dumps(made.document(), indent=1))
@@ -207,6 +221,13 @@ def compare(
     flipped = "{responses} responses ({share:.1%}) flip".format(**made.flipped)
     section(f"signs of advantages in groups kept both times: {flipped}", made.sign_flips.to_dicts())
     section("mean reward by length in tokens", made.reward_by_length.to_dicts())
+
+
+def _stage(path: Path) -> str | None:
+    """The stage that made what lies there, if it is an artifact."""
+    from pipeline import artifacts
+
+    return artifacts.load(path).stage if (path / artifacts.RECORD).is_file() else None
 
 
 def _holds_scores(given: str) -> bool:

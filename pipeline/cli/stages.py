@@ -68,8 +68,8 @@ def command(stage: str) -> Callable[..., None]:
 
 def _input_option(of: runner.StageInput) -> inspect.Parameter:
     kind: Any = list[str] if of.several else str if of.required else str | None
-    once = "Once per round." if of.several else None
-    option = typer.Option(f"--{of.name}", help=once, metavar="PATH")
+    often = "As often as needed." if of.several else None
+    option = typer.Option(f"--{of.name}", help=often, metavar="PATH")
     return _parameter(of.name, Annotated[kind, option], REQUIRED if of.required else None)
 
 

@@ -8,12 +8,15 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterator
 from functools import cached_property
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from stages.checkers import Checker, Verdict, graded, unscorable
 from stages.checkers.answers import bare, final_answer, nfkc
+
+if TYPE_CHECKING:
+    from sacrebleu import BLEU
 
 # Chinese and Japanese put no spaces between words, so each character counts as one
 CJK = r"\u3005-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
@@ -155,7 +158,7 @@ class Classification(Compared):
         return self
 
     def gold_problem(self, gold: str) -> str | None:
-        label = self._label(gold)
+        label = self.label(gold)
         if not label:
             return "the gold is empty"
         if self.labels is not None and label not in self._keys.values():
@@ -163,9 +166,10 @@ class Classification(Compared):
         return None
 
     def _acc(self, answer: str, gold: str) -> float:
-        return float(self._label(answer) == self._label(gold))
+        return float(self.label(answer) == self.label(gold))
 
-    def _label(self, text: str) -> str:
+    def label(self, text: str) -> str:
+        """The label that an answer stands for, or the answer itself, in a form to compare."""
         key = self._key(text)
         return self._keys.get(key, key)
 
@@ -218,12 +222,16 @@ class Translation(Compared):
             return sacrebleu.sentence_chrf(answer, references).score / 100
         bleu = sacrebleu.BLEU(tokenize=self.tokenize, effective_order=True)
         score = bleu.sentence_score(answer, references).score
-        # it keeps the last 65,536 texts, of any length: more than a worker's memory
-        for tokenizer in (bleu.tokenizer, getattr(bleu.tokenizer, "_post_tokenizer", None)):
-            if hasattr(call := type(tokenizer).__call__, "cache_clear"):
-                call.cache_clear()
+        forget_texts(bleu)
         # its exp(log …) gives 100.00000000000004 for the reference itself
         return 1.0 if abs(score - 100) < 1e-9 else score / 100
+
+
+def forget_texts(bleu: "BLEU") -> None:
+    """Empty its tokenizer's cache: the last 65,536 texts, of any length, fit no worker's memory."""
+    for tokenizer in (bleu.tokenizer, getattr(bleu.tokenizer, "_post_tokenizer", None)):
+        if hasattr(call := type(tokenizer).__call__, "cache_clear"):
+            call.cache_clear()
 
 
 class Format(Checker):

@@ -76,6 +76,13 @@ def test_a_demo_of_a_task_asks_holds_out_and_reads_that_task(name: str) -> None:
         ("score.tasks={custom: {function: 'no.such:judge'}}", "cannot import 'no.such:judge'"),
         ("score.tasks={translation: {metrik: bleu}}", "unknown key 'score.tasks.translation.metr"),
         ("rollout.top_p=0.9", "full vocabulary"),
+        ("evaluate.k=[16]", "evaluate: sets.heldout: pass@16 needs 16 .* n is 8"),
+        ("evaluate.sets=5", "evaluate.sets: .*dictionary"),
+        ("evaluate.sets.hard=5", "evaluate.sets.hard: .*Set"),
+        ("evaluate.sets.hard={level: [5]}", "unknown key 'evaluate.sets.hard.level'"),
+        ("evaluate.sets.hard.n=0", "sets.hard.n: .*greater than or equal to 1"),
+        ("evaluate.best.metric=avg", "'heldout' has no 'avg'; it has avg@8"),
+        ("~evaluate.sets.heldout", "evaluate.sets: .*at least 1 item"),
         ("run=a/b", "run: .*pattern"),
         ("prompts=sentiment", "would have read nothing of what it is asked"),
         (
@@ -135,6 +142,17 @@ def test_relative_paths_mean_the_directory_in_which_they_were_typed(
     text = composed(["prompts=file", "prompts.file=a.parquet"])
     monkeypatch.chdir("/")
     assert parse(text).prompts.file == tmp_path / "a.parquet"
+
+
+def test_a_set_is_added_beside_the_others_and_its_file_is_found_from_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = composed(["evaluate.sets.aime={file: aime.parquet}", "evaluate.sets.aime.n=32"])
+    monkeypatch.chdir("/")
+    sets = parse(text).evaluate.sets
+    assert list(sets) == ["heldout", "aime"]
+    assert (sets["aime"].file, sets["aime"].n) == (tmp_path / "aime.parquet", 32)
 
 
 def test_composing_in_threads_and_from_any_directory_gives_one_result(
