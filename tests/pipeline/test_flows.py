@@ -35,7 +35,8 @@ def settled(server: Server) -> dict[str, dict[str, Any]]:
     runs: dict[str, dict[str, Any]] = {}
     while time.monotonic() < deadline:
         runs = server.task_runs(server.newest_flow_run())
-        if runs and all(run["state"]["type"] in ("COMPLETED", "FAILED") for run in runs.values()):
+        states = {run["state"] and run["state"]["type"] for run in runs.values()}
+        if runs and states <= {"COMPLETED", "FAILED"}:
             before, runs = runs, server.task_runs(server.newest_flow_run())
             if len(before) == len(runs):
                 return runs

@@ -117,6 +117,11 @@ class Submitted:
         place = self.data / f"runs/small/step_{step:04d}/round_0"
         until(lambda: list(place.glob(".draft-rollout-*")))
 
+    def tasks(self) -> set[str | None]:
+        """The kinds of its tasks' states; None of one that the server has only heard of."""
+        tasks = self.server.post("/task_runs/filter", flow_runs={"id": {"any_": [self.id]}})
+        return {task["state"] and task["state"]["type"] for task in tasks}
+
     def processes(self) -> list[psutil.Process]:
         """Those that were started for it, directly or not."""
         return [p for p in psutil.process_iter() if _flow_run(p) == self.id]
@@ -220,8 +225,7 @@ def test_the_newest_policy_is_measured_anew_beside_what_the_run_has_measured(
     for _ in range(2):
         run = Submitted(server, data, "evaluate/evaluate-weekly", overrides=["evaluate.n=3"])
         run.ends("Completed")
-        tasks = server.post("/task_runs/filter", flow_runs={"id": {"any_": [run.id]}})
-        assert {task["state"]["type"] for task in tasks} <= {"COMPLETED"}
+        until(lambda run=run: run.tasks() <= {"COMPLETED"}, what=run.tasks)
     made = artifacts.load(data / "runs/small/step_0002/evaluate.variant-1")
     assert made.recipe.config["n"] == 3
     assert not (data / "runs/small/step_0002/evaluate.variant-2").exists()
