@@ -26,6 +26,7 @@ from stages.settings import Machine, Settings, without_credentials
 CONFIG_DIR = Path(conf.__file__).parent.resolve()
 CHECKOUT = CONFIG_DIR.parent
 SETS = "evaluate.sets"
+AS_TYPED = r"""["'\[{]|\$\{|choice\("""  # how a value begins that Hydra is to read
 _composing = threading.Lock()  # Hydra's state is global
 
 
@@ -247,20 +248,20 @@ def resolved(text: str) -> str:
 def combinations(overrides: Sequence[str]) -> list[list[str]]:
     """Each choice among the values of overrides such as `update.lr=1e-4,1e-5 seed=0,1`.
 
+    An override of one value stays as it was typed, also one that Hydra alone knows (`~warmstart`).
+
     Raises `InputError` for what Hydra cannot read.
     """
     try:
         read = OverridesParser.create().parse_overrides([understood(o) for o in overrides])
     except HydraException as error:
         raise InputError(_explained(error, overrides)) from error
-    values = [
-        list(each.sweep_string_iterator())
-        if each.is_sweep_override()
-        else [str(each.get_value_string())]
-        for each in read
-    ]
-    keys = [each.key_or_group for each in read]
-    return [[f"{k}={v}" for k, v in zip(keys, one, strict=True)] for one in product(*values)]
+    choices = []
+    for typed, each in zip(overrides, read, strict=True):
+        key = typed.partition("=")[0]
+        swept = each.sweep_string_iterator() if each.is_sweep_override() else None
+        choices.append([typed] if swept is None else [f"{key}={value}" for value in swept])
+    return [list(one) for one in product(*choices)]
 
 
 def understood(override: str) -> str:
@@ -275,7 +276,7 @@ def understood(override: str) -> str:
         return f"++{key.lstrip('+')}={value}"  # names are the user's
     if not assigned or kind is None:
         return override
-    if kind in (str, Path) and value != "null" and not re.match(r"""["'\[{]|\$\{""", value):
+    if kind in (str, Path) and value != "null" and not re.match(AS_TYPED, value):
         value = '"' + value.replace('"', '\\"') + '"'
     return f"++{key.lstrip('+')}={value}"
 
