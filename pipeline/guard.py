@@ -33,6 +33,8 @@ def install() -> None:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,  # who waits for our output's end is not to wait for it
                 stderr=subprocess.DEVNULL,
+                # that of whoever guards us: its guardian would kill ours before our children end
+                env={name: value for name, value in os.environ.items() if name != MARK},
                 start_new_session=True,  # Ctrl-C is for the guarded, not for the guardian
             )
             os.environ[MARK] = mark

@@ -502,7 +502,7 @@ def opened(
     with owned(config.place) as mirror:
         saved = config.directory / CONFIG
         if saved.exists() and not force:
-            _check_same_settings(parse(saved.read_text()), config)
+            check_same_settings(parse(saved.read_text()), config)
         artifacts.write_durably(saved, text)
         lock = artifacts.keep_environment(config.directory)
         if mirror:
@@ -514,7 +514,8 @@ def opened(
             yield config, runner
 
 
-def _check_same_settings(saved: RunConfig, config: RunConfig) -> None:
+def check_same_settings(saved: RunConfig, config: RunConfig) -> None:
+    """Raise `InputError` with the differences if a run was begun with other settings."""
     if saved.stage_settings() != config.stage_settings():
         differences = artifacts.differences(saved.stage_settings(), config.stage_settings())
         raise InputError(

@@ -1,22 +1,15 @@
-"""A run as one page that needs nothing else: charts, sample groups, settings, artifacts.
+"""A run as one page that needs nothing else: charts, sample groups, settings, artifacts."""
 
-Everything on it that a run recorded is text: it is escaped, and the page's own scripts are the only
-ones that a browser may run in it.
-"""
-
-import base64
-import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import polars as pl
 
-from pipeline import artifacts, figures, samples
+from pipeline import figures, page, samples
 from pipeline.config import RunConfig, load, parse
 from pipeline.figures import Figure
 from pipeline.mirror import CONFIG, ORIGIN, REPORT
@@ -24,7 +17,6 @@ from pipeline.read import Place, Run
 from pipeline.samples import Wanted
 from stages.errors import InputError
 
-TEMPLATES = Path(__file__).parent / "templates"
 SECTIONS = {
     "learning": "Learning",
     "sampling": "Dynamic sampling",
@@ -117,32 +109,20 @@ def write(run: Run, out: Path) -> int:
 
     Raises `InputError` if `out` has no directory to lie in.
     """
-    if out.is_dir() or not out.absolute().parent.is_dir():
-        raise InputError(f"--out {out}: expected the name of a file in a directory that is there")
-    text = render(run)
-    artifacts.write_durably(out, text)
-    return len(text.encode())
+    return page.write(render(run), out)
 
 
 def render(run: Run) -> str:
     """The report of a run as HTML."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-    from markupsafe import Markup
-
     curves = figures.curves(run)
     shown, steps_per_point = figures.thinned(curves)
     drawn, absent = figures.draw(shown)
     groups, no_groups = exhibits(run)
     settings, unreadable = _settings(run)
-    script = _script() if drawn else ""
-    page = Environment(
-        loader=FileSystemLoader(TEMPLATES),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    ).get_template("report.html")
-    return page.render(
+    return page.filled(
+        "report.html",
+        charts={figure.plan.name: figure.spec for figure in drawn},
+        datasets={figures.DATA: shown.to_dicts()},
         run=run,
         facts=_facts(run, curves),
         tiles=_tiles(run, curves),
@@ -156,15 +136,6 @@ def render(run: Run) -> str:
         unreadable=unreadable,
         artifacts=list(run.artifact_rows()),
         digest=DIGEST,
-        data={
-            "charts": {figure.plan.name: figure.spec for figure in drawn},
-            "datasets": {figures.DATA: shown.to_dicts()},
-            "config": figures.CONFIG,
-        },
-        # the files of this package, and nothing that a run recorded
-        style=Markup(_source("report.css")),
-        script=Markup(script),
-        hash=_hash(script),
     )
 
 
@@ -174,23 +145,6 @@ def _sections(drawn: Sequence[Figure]) -> list[tuple[str, str, list[Figure]]]:
         name: [figure for figure in drawn if figure.plan.section == name] for name in SECTIONS
     }
     return [(name, SECTIONS[name], found) for name, found in figures_of.items() if found]
-
-
-def _source(name: str) -> str:
-    return (TEMPLATES / name).read_text(encoding="utf-8")
-
-
-@cache
-def _script() -> str:
-    """Vega, Vega-Lite and Vega-Embed with what draws the page's charts, in a scope of its own."""
-    import vl_convert
-
-    return f"(() => {{{vl_convert.javascript_bundle(_source('report.js'))}\n}})();"
-
-
-def _hash(script: str) -> str:
-    """A script as a Content-Security-Policy names it."""
-    return "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 
 def _facts(run: Run, curves: pl.DataFrame) -> dict[str, str]:
