@@ -228,10 +228,10 @@ def reading(found: Comparison) -> str:
         f"{found.step:g} steps, where the shortest run ends) and at equal cost (after "
         f"{found.tokens:,.0f} tokens generated to train on), on straight lines between "
         f"evaluations. Tokens and seconds of training, without evaluations, to {found.goal:.3f}, "
-        f"which {baseline} has at its end: means over the seeds that get there (so many of "
-        "them). Entropy is that of the last step, in nats; length, in tokens, and the share cut at "
-        "the limit are of the last held-out samples. Runs side by side on one machine slow each other down: compare seconds "
-        "within a sweep only."
+        f"which {baseline} has at its end: means over the seeds that get there (so many of them). "
+        "Entropy is that of the last step, in nats; length, in tokens, and the share cut at the "
+        "limit are of the last held-out samples. Runs side by side on one machine slow each other "
+        "down: compare seconds within a sweep only."
     )
 
 
