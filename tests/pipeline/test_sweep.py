@@ -1,11 +1,13 @@
 """A sweep: its points are checked before any starts, trained apart, and compared over seeds."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,7 +17,8 @@ import pytest
 from small_run import SMALL
 
 from pipeline import guard, sweep, sweep_page, sweep_table
-from pipeline.config import CONFIG_DIR, composed, load
+from pipeline.config import CONFIG_DIR, composed, load, parse
+from pipeline.read import run
 from pipeline.sweep import Point
 from pipeline.sweep_table import CURVE
 from stages.errors import InputError
@@ -208,69 +211,88 @@ def test_a_band_reaches_from_the_lowest_run_to_the_highest_as_far_as_all_of_them
 # real runs
 
 
-Swept = tuple[Path, subprocess.CompletedProcess[str]]
+def test_a_curve_adds_up_what_a_run_has_on_record(finished: Path) -> None:
+    config = parse((finished / "runs/small/config.yaml").read_text())
+    found = sweep_table.curve(Point("small", {"seed": "0"}, (), config))
+    recorded = run(finished / "runs/small")
+    assert found["step"].to_list() == [0, 1, 2]
+    sampled = recorded.rollouts.group_by("step").agg(pl.col("length").sum()).sort("step").collect()
+    assert found["tokens"].to_list() == [0, *sampled["length"].cum_sum()]
+    steps = recorded.artifacts.filter(pl.col("step") > 0, pl.col("stage") != "evaluate").collect()
+    assert found["seconds"][-1] == pytest.approx(steps["seconds"].sum())
+    samples = recorded.samples.filter(pl.col("step") == 2).collect()
+    cut = (samples["finish_reason"] == "length").mean()
+    assert found["held_out_cut"].to_list() == [pytest.approx(found["held_out_cut"][0]), None, cut]
+    assert sweep_table.is_finished(Point("small", {}, (), config), found)
 
 
-@pytest.fixture(scope="module")
-def swept(tmp_path_factory: pytest.TempPathFactory) -> Swept:
-    """A small sweep of which one run fails, and what the command said."""
-    data = tmp_path_factory.mktemp("swept")
-    bad = "update.max_gap=null,1e-30"  # which no engine can hold
-    return data, dapo(data, "sweep", *SMALL, "schedule.steps=1", "--jobs", "2", bad)
+EVALUATED = (
+    *(given for given in SMALL if not given.startswith("warmstart.")),
+    *("~warmstart", "schedule.steps=0"),
+)
 
 
 @pytest.mark.slow
-def test_a_run_that_fails_stops_no_other_and_is_named_with_the_end_of_its_log(
-    swept: Swept,
+def test_a_run_that_fails_stops_no_other_and_the_same_command_goes_on(
+    policy: Path, tmp_path: Path
 ) -> None:
-    _, said = swept
+    good, bad, out = policy, tmp_path / "bad", tmp_path / "sweeps/small"
+    bad.mkdir()
+    arguments = ("sweep", *EVALUATED, f"model.path=choice({good},{bad})", "--jobs", "2")
+    good_run, bad_run = (sweep.name("small", {"model.path": str(path)}) for path in (good, bad))
+    said = dapo(tmp_path, *arguments)
     assert said.returncode == 1
-    assert "ended  small-max_gapnull  held-out" in said.stdout
-    assert "failed small-max_gap1e-30  exit code 2" in said.stdout
-    assert "more than max_gap" in said.stdout.partition("the end of")[2]
+    assert f"ended  {good_run}  held-out" in said.stdout
+    assert f"failed {bad_run}  exit code 2" in said.stdout
+    assert f"error: {bad}" in said.stdout.partition("the end of")[2]
     assert "1 of 2 runs failed" in said.stderr
+    assert pl.read_parquet(out / "results.parquet")["variant"].to_list() == [f"path={good}"]
+    assert bad_run in (out / "sweep.html").read_text()  # left out, by name
+    made = (tmp_path / "runs" / good_run / "step_0000/evaluate").stat().st_mtime_ns
 
+    shutil.copytree(good, bad, dirs_exist_ok=True)
+    said = dapo(tmp_path, *arguments)
+    assert (said.returncode, said.stderr) == (0, "")
+    assert (tmp_path / "runs" / good_run / "step_0000/evaluate").stat().st_mtime_ns == made
+    results = (out / "results.md").read_text()
+    assert results.startswith("| variant | seeds |") and len(results.splitlines()) == 6
 
-@pytest.mark.slow
-def test_a_sweep_leaves_tables_a_page_and_logs_and_serves_what_is_finished(
-    swept: Swept,
-) -> None:
-    data, _ = swept
-    out = data / "sweeps/small"
-    results = pl.read_parquet(out / "results.parquet")
-    assert results["variant"].to_list() == ["max_gap=null"]
-    assert (out / "results.md").read_text().startswith("| variant | seeds |")
-    assert "small-max_gap1e-30" in (out / "sweep.html").read_text()  # left out, by name
-    assert (out / "logs/small-max_gapnull.log").is_file()
-    begun = (data / "runs/small-max_gapnull/latest").stat().st_mtime_ns
-    again = [*SMALL, "schedule.steps=1", "update.max_gap=null,0.5"]
-    assert dapo(data, "sweep", *again).returncode == 0
-    assert (data / "runs/small-max_gapnull/latest").stat().st_mtime_ns == begun
-    shown = dapo(data, "sweep", *again, "--table-only")
-    assert shown.returncode == 0 and "began" not in shown.stdout
-    assert pl.read_parquet(out / "results.parquet")["variant"].len() == 2
+    (out / "results.md").unlink()
+    said = dapo(tmp_path, *arguments, "--table-only")
+    assert said.returncode == 0 and "began" not in said.stdout
+    assert (out / "results.md").read_text() == results
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
-def test_no_process_of_a_run_outlives_its_sweep(tmp_path: Path, how: signal.Signals) -> None:
+def test_no_process_of_a_run_outlives_its_sweep(
+    policy: Path, tmp_path: Path, how: signal.Signals
+) -> None:
+    arguments = [*EVALUATED, f"model.path={policy}", "seed=0,1", "--jobs", "2"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "pipeline", "sweep", *SMALL, "seed=0,1", "--jobs", "2"],
+        [sys.executable, "-m", "pipeline", "sweep", *arguments],
         env={**os.environ, "DAPO_DATA": str(tmp_path)},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    us = psutil.Process(process.pid)
-    deadline = time.monotonic() + 120
-    while len(list(tmp_path.glob("runs/*/prompts/artifact.json"))) < 2:
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.05)
-    family = us.children(recursive=True)
-    assert sum("pipeline.worker" in " ".join(child.cmdline()) for child in family) >= 2
-    process.send_signal(how)
-    process.wait(timeout=60)
+    family: list[psutil.Process] = []
+    try:
+        deadline = time.monotonic() + 120
+        while sum("pipeline.worker" in _words(child) for child in family) < 2:
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.05)
+            family = psutil.Process(process.pid).children(recursive=True)
+    finally:
+        process.send_signal(how)
+        process.wait(timeout=2 * sweep.PATIENCE_S)
     _, alive = psutil.wait_procs(family, timeout=2 * guard.PATIENCE_S)
     assert alive == []
+
+
+def _words(process: psutil.Process) -> str:
+    with suppress(psutil.Error):  # it may be gone meanwhile
+        return " ".join(process.cmdline())
+    return ""
 
 
 def test_jobs_follow_the_cores_and_a_gpu_is_for_one_run() -> None:
