@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from uuid import UUID
 
+import psutil
 from prefect import get_client, get_run_logger, runtime
 from prefect.settings import get_current_settings
 from prefect.states import Crashed, State
@@ -20,6 +21,7 @@ from pipeline.slots import Slot
 
 POLL_S = 1.0
 WORKER_S = 10.0  # in which a living worker reports what became of its process
+GRACE_S = 10.0  # for a run to end in good order
 STARTED_BY_A_WORKER = "PREFECT__FLOW_RUN_ID"
 
 
@@ -56,7 +58,8 @@ def _reported_when_killed() -> Iterator[Callable[[UUID], None]]:
         return
 
     def will(*lease: UUID) -> None:
-        command = [sys.executable, "-m", "pipeline.lifecycle", run, *map(str, lease)]
+        worker = str(os.getppid()) if STARTED_BY_A_WORKER in os.environ else "0"
+        command = [sys.executable, "-m", "pipeline.lifecycle", run, worker, *map(str, lease)]
         guard.bequeath(command, {"PREFECT_API_URL": url})
 
     will()
@@ -78,19 +81,23 @@ def _end_with_the_worker() -> None:
         while os.getppid() == worker:
             time.sleep(POLL_S)
         os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(GRACE_S)  # what it interrupts may never come to its end
+        os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, daemon=True).start()
 
 
-def report_crash(flow_run: UUID) -> None:
+def report_crash(flow_run: UUID, worker: int) -> None:
     """Have the server say that the flow run has crashed, if it still takes it for running.
 
     A living worker says so itself, and would say it a second time of a run that is retried before.
+    `worker` is its process; 0 of a run that none has started.
     """
     with get_client(sync_client=True) as client:
         deadline = time.monotonic() + WORKER_S
         while (state := client.read_flow_run(flow_run).state) and state.is_running():
-            if time.monotonic() > deadline:  # not Cancelling, not Paused, not ended
+            # not Cancelling, not Paused, not ended
+            if not worker or not psutil.pid_exists(worker) or time.monotonic() > deadline:
                 crashed: State = Crashed(
                     message="The flow's process was killed; a retry goes on from disk."
                 )
@@ -100,7 +107,7 @@ def report_crash(flow_run: UUID) -> None:
 
 
 if __name__ == "__main__":
-    flow_run, *leases = map(UUID, sys.argv[1:])
+    _, killed, its_worker, *leases = sys.argv
     for each in leases:
-        slots.free(each)
-    report_crash(flow_run)
+        slots.free(UUID(each))
+    report_crash(UUID(killed), int(its_worker))
