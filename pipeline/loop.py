@@ -515,8 +515,8 @@ def opened(
 
 
 def _check_same_settings(saved: RunConfig, config: RunConfig) -> None:
-    if saved.stage_settings() != config.stage_settings():
-        differences = artifacts.differences(saved.stage_settings(), config.stage_settings())
+    if saved.run_settings() != config.run_settings():
+        differences = artifacts.differences(saved.run_settings(), config.run_settings())
         raise InputError(
             f"run '{config.run}' has other settings ({differences}); choose another name (run=…) "
             "or use --force to rebuild what differs"
