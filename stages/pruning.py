@@ -50,9 +50,10 @@ def input_norms(model: Any, sequences: Sequence[Sequence[int]]) -> dict[str, Ten
     }
 
     def add(name: str) -> Any:
-        return lambda _, inputs: squares[name].add_(
-            inputs[0].double().square().flatten(0, -2).sum(0)
-        )
+        def square(_: Any, inputs: tuple[Tensor, ...]) -> None:
+            squares[name] += inputs[0].double().square().flatten(0, -2).sum(0)
+
+        return square
 
     with _hooked(layers, add):
         for ids in sequences:  # one by one: what pads would add is no activation
