@@ -217,10 +217,14 @@ def save(model: "PreTrainedModel", weights: "dict[str, Tensor]", out: Path, *, l
     _copy(like, out, COMPANIONS)
 
 
-def copy(path: Path, out: Path) -> None:
-    """The same policy, byte for byte, optimizer state, adapter and probe included."""
+def copy(path: Path, out: Path, *, without: Iterable[str] = ()) -> None:
+    """The same policy, byte for byte, optimizer state, adapter and probe included.
+
+    Args:
+        without: directories of these that stay behind.
+    """
     _copy(path, out, MODEL)
-    for directory in (*STATE, PROBE):
+    for directory in {*STATE, PROBE}.difference(without):
         if (path / directory).is_dir():
             shutil.copytree(path / directory, out / directory)
 
