@@ -19,7 +19,7 @@ from pydantic import BaseModel, Field, ValidationError, field_validator, model_v
 
 import conf
 from pipeline import mirror, storage
-from stages import evaluate, filter, prompts, rollout, score, select, update, warmstart
+from stages import evaluate, filter, prompts, prune, rollout, score, select, update, warmstart
 from stages.errors import InputError
 from stages.settings import Machine, Settings, without_credentials
 
@@ -79,6 +79,7 @@ class Track(Settings):
 
 # a field hides the module of its own name
 Prompts = prompts.Config
+Prune = prune.Config
 Warmstart = warmstart.Config
 
 
@@ -101,6 +102,7 @@ class RunConfig(Settings):
     filter: filter.Config
     update: update.Config
     evaluate: evaluate.Config
+    prune: Prune = Prune()  # of no step: `dapo prune` alone
 
     @field_validator("data", mode="before")
     @classmethod
@@ -190,6 +192,10 @@ class RunConfig(Settings):
             for stage, settings in stages.items()
             for key, value in (settings or {}).items()
         }
+
+    def run_settings(self) -> dict[str, Any]:
+        """Those of them that a run depends on: no step prunes."""
+        return {k: v for k, v in self.stage_settings().items() if not k.startswith("prune.")}
 
 
 def load(overrides: Sequence[str] = ()) -> RunConfig:

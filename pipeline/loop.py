@@ -18,7 +18,7 @@ from pipeline.config import RunConfig, parse
 from pipeline.mirror import BEST, CONFIG, LATEST, Mirror, owned, tables
 from pipeline.retries import tried
 from pipeline.runner import Input, Runner, Workers
-from stages import evaluate
+from stages import checkpoint, evaluate
 from stages.errors import Exhausted, InputError, Shortage
 from stages.settings import Settings
 
@@ -256,6 +256,14 @@ def prepared(config: RunConfig, execute: Execute) -> tuple[Artifact, Artifact]:
     return prompts, heldout
 
 
+def _check_model(config: RunConfig) -> None:
+    """Notice a model that cannot be trained before prompts are fetched; once it was evaluated, it
+    can."""
+    evaluated = config.directory / step_name(0) / "evaluate" / artifacts.RECORD
+    if config.model.path is not None and not evaluated.exists():
+        checkpoint.check(config.model.path, template=config.rollout.template)
+
+
 def _check_sets(config: RunConfig, heldout: Artifact, mirror: Mirror | None) -> None:
     """Notice an evaluation set without prompts now, not after the warm start.
 
@@ -289,6 +297,7 @@ def train(
     the last evaluation. Raises `Shortage` when dynamic sampling cannot fill a batch; `Exhausted`
     when the prompts are used up before the last step, after the evaluation of what was trained.
     """
+    _check_model(config)
     prompts, heldout = prepared(config, execute)
     _check_sets(config, heldout, mirror)
     loop = Loop(config, execute, prompts, heldout)
@@ -516,8 +525,8 @@ def opened(
 
 def check_same_settings(saved: RunConfig, config: RunConfig) -> None:
     """Raise `InputError` with the differences if a run was begun with other settings."""
-    if saved.stage_settings() != config.stage_settings():
-        differences = artifacts.differences(saved.stage_settings(), config.stage_settings())
+    if saved.run_settings() != config.run_settings():
+        differences = artifacts.differences(saved.run_settings(), config.run_settings())
         raise InputError(
             f"run '{config.run}' has other settings ({differences}); choose another name (run=…) "
             "or use --force to rebuild what differs"

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import polars as pl
 
 from pipeline.artifacts import Artifact
@@ -145,7 +144,7 @@ def figures(name: str, a: Side, b: Side, asked: pl.DataFrame) -> Iterator[dict[s
     `difference` is b - a with its percentile interval, p that of `bootstrap.p_value`. avg@n is an
     estimate of one thing whatever n, so that two n may be compared; pass@k needs one k.
     """
-    pairs = list(_pairs(a.measured(name, asked), b.measured(name, asked)))
+    pairs = list(measures.pairs(a.measured(name, asked), b.measured(name, asked)))
     config = a.config
     for group in measures.groups(asked):
         resampled = measures.resampled(
@@ -177,30 +176,3 @@ def _uncertainty(
         return {"low": None, "high": None, "p": None}
     low, high = bootstrap.interval(differences_B, level=level)
     return {"low": low, "high": high, "p": bootstrap.p_value(differences_B, observed)}
-
-
-def _pairs(of_a: list[Measure], of_b: list[Measure]) -> Iterator[Measure]:
-    """Measures whose figure is both figures [..., 2], of the prompts that count in both."""
-    theirs = {_kind(measure.name): measure for measure in of_b}
-    for ours in of_a:
-        if (other := theirs.get(_kind(ours.name))) is None:
-            continue
-        counted = ours.counted & other.counted
-        yield Measure(
-            ours.name if ours.name == other.name else f"{ours.name} → {other.name}",
-            np.concatenate([ours.parts, other.parts], axis=1),
-            _both(ours, other),
-            counted,
-            ours.samples + other.samples,
-        )
-
-
-def _both(ours: Measure, other: Measure) -> "measures.Figure":
-    columns = ours.parts.shape[1]
-    return lambda sums: np.stack(
-        [ours.figure(sums[..., :columns]), other.figure(sums[..., columns:])], axis=-1
-    )
-
-
-def _kind(name: str) -> str:
-    return "avg" if name.startswith("avg@") else name

@@ -31,11 +31,18 @@ STAGES = (
     "filter",
     "update",
     "evaluate",
+    "prune",
 )
 Workers = Mapping[str, Sequence[Worker]]
 # torch and vLLM live in processes of their own; the other stages run where they are called, or in
 # a process, too, if they have a time limit
-PROCESS = {"warmstart": "trainer", "update": "trainer", "rollout": "engine", "evaluate": "engine"}
+PROCESS = {
+    "warmstart": "trainer",
+    "update": "trainer",
+    "rollout": "engine",
+    "evaluate": "engine",
+    "prune": "engine",
+}
 PARTIAL = "partial"  # the parameter of a stage that keeps what is finished for the next attempt
 GATHERED = "gathered"  # and the one that says that engines have sampled all into it
 
@@ -214,7 +221,8 @@ class Runner:
         if self.machine.engine_between != "stay":
             self._make_room(process)
         metrics: dict[str, float] = {}
-        if process == "engine" and self.machine.engines > 1:
+        in_parts = GATHERED in inspect.signature(_module(stage).run).parameters
+        if in_parts and self.machine.engines > 1:
             metrics = self._in_parts(stage, arguments, log)
             arguments = {**arguments, GATHERED: True}
         made = self._workers[process][0].call(

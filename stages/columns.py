@@ -11,7 +11,7 @@ TABLES: dict[str, tuple[str, str]] = {
     "selection": ("select", "a prompt that is asked in this round, by one group of responses"),
     "beliefs": ("select, unless shuffled", "a prompt that was asked: what was seen of it"),
     "rollouts": ("rollout", "a sampled response"),
-    "skipped": ("rollout, evaluate", "a selected prompt that was not sampled"),
+    "skipped": ("rollout, evaluate, prune", "a selected prompt that was not sampled"),
     "scores": ("score", "a response, judged"),
     "groups": ("filter", "a group, over all rounds of the step so far, and what became of it"),
     "batch": ("filter", "a response to train on, with all that update needs"),
@@ -19,10 +19,13 @@ TABLES: dict[str, tuple[str, str]] = {
     "metrics": ("update", "a mini-batch"),
     "timings": ("update", "a mini-batch: how fast it went; part of no digest"),
     "tokens": ("update, with record_tokens", "a response in one optimizer step, token by token"),
-    "probe": ("warmstart, update", "a sequence, and what these very weights compute for it"),
+    "probe": ("warmstart, update, prune", "a sequence, and what these very weights compute for it"),
     "samples": ("evaluate", "a sampled response to a held-out prompt, judged"),
     "evaluations": ("evaluate", "a held-out prompt, in one evaluation set"),
     "results": ("evaluate", "a figure of a set: of all its prompts, a task's, a difficulty's"),
+    "ladder": ("prune", "a ratio that was tried; 0: the unpruned policy"),
+    "layers": ("prune", "a linear layer of a policy that was pruned by a ratio"),
+    "ladder_samples": ("prune", "a sampled response of the policy pruned by a ratio, judged"),
 }
 
 # columns that mean the same in every table
@@ -166,6 +169,29 @@ SPECIAL: dict[str, dict[str, str]] = {
         "n_prompts": "prompts that count in it",
         "n_samples": "responses that count in it",
         "signature": "sacrebleu's, of bleu and chrf",
+    },
+    "ladder": {
+        "method": "magnitude or wanda",
+        "pattern": "unstructured or 2:4",
+        "ratio": "share of all weights in the linear layers of the blocks that was asked for",
+        "reached": "share of them that is 0",
+        "metric": "what decides, a figure of evaluate",
+        "value": "of the metric",
+        "loss": "1 - value / value of the unpruned policy; below 0: a gain",
+        "low": "lower end of its paired bootstrap interval; null where there is one prompt",
+        "high": "upper end of the same",
+        "within": "whether loss is within prune.max_loss",
+        "chosen": "whether this policy is the artifact's",
+    },
+    "layers": {
+        "layer": "its name in the model's body",
+        "ratio": "that was asked for, of all layers",
+        "weights": "in the layer",
+        "zeros": "of them",
+    },
+    "ladder_samples": {
+        "response_id": "names the response; the same at every ratio, and so is the seed",
+        "ratio": "that the policy was pruned by; 0: unpruned",
     },
 }
 PART = "a further part of the reward, named in score.parts, 1 to 0; null: nobody could score it"

@@ -157,7 +157,10 @@ def run(
         for exam in exams(config, prompts=prompts, more=more)
     ]
     with verify.Judges(config.tasks, workers=machine.checkers) as judges:
-        samples = pl.concat(_judged(exam, found.rows, judges) for exam, found in sampled)
+        samples = pl.concat(
+            verify.judged(found.rows, exam.asked, judges).with_columns(set=pl.lit(exam.name))
+            for exam, found in sampled
+        )
     evaluations, results, metrics = [], [], dict[str, float]()
     for exam, _ in sampled:
         of_set = samples.filter(set=exam.name)
@@ -280,13 +283,6 @@ def _chosen(asked: pl.DataFrame, given: Set) -> pl.DataFrame:
 def _values(asked: pl.DataFrame, column: str) -> str:
     found = asked[column].drop_nulls().unique().sort().to_list()
     return ", ".join(found[:10]) + (", …" if len(found) > 10 else "") or "not there"
-
-
-def _judged(exam: Exam, rows: pl.DataFrame, judges: verify.Judges) -> pl.DataFrame:
-    """The rows of `samples` of one set."""
-    judged = verify.judge_all(rows.lazy(), exam.asked.lazy(), judges).drop("length")
-    found = rows.join(judged, on="response_id", maintain_order="left")
-    return found.with_columns(set=pl.lit(exam.name))
 
 
 def _figures(

@@ -388,3 +388,30 @@ def resampled(
         ends = np.cumsum([measure.parts.shape[1] for measure in alike])[:-1]
         for measure, columns in zip(alike, np.split(sums, ends, axis=1), strict=True):
             yield measure, measure.figure(columns)
+
+
+def pairs(of_a: list[Measure], of_b: list[Measure]) -> Iterator[Measure]:
+    """Measures whose figure is both figures [..., 2], of the prompts that count in both."""
+    theirs = {_kind(measure.name): measure for measure in of_b}
+    for ours in of_a:
+        if (other := theirs.get(_kind(ours.name))) is None:
+            continue
+        counted = ours.counted & other.counted
+        yield Measure(
+            ours.name if ours.name == other.name else f"{ours.name} → {other.name}",
+            np.concatenate([ours.parts, other.parts], axis=1),
+            _both(ours, other),
+            counted,
+            ours.samples + other.samples,
+        )
+
+
+def _both(ours: Measure, other: Measure) -> Figure:
+    columns = ours.parts.shape[1]
+    return lambda sums: np.stack(
+        [ours.figure(sums[..., :columns]), other.figure(sums[..., columns:])], axis=-1
+    )
+
+
+def _kind(name: str) -> str:
+    return "avg" if name.startswith("avg@") else name

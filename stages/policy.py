@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
+WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin*")
 STATE = ("optimizer", "lora")  # directories that only the next update reads
 # what describes the policy beside its weights; copied, so that an update cannot alter it
 COMPANIONS = (
@@ -31,18 +31,20 @@ COMPANIONS = (
     "merges.txt",
     "chat_template.jinja",
 )
+CONTEXTS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")  # by family
+SCALED = ("final_logit_softcapping", "logit_scale", "logits_scaling")  # what the trainer ignores
 PROBE = "probe"  # a table: what these very weights compute, to prove engines by
 MODEL = ("config.json", *COMPANIONS, *WEIGHTS)
 
 
 def check(path: Path) -> None:
-    """Raise `InputError` unless `path` holds a config, a tokenizer and safetensors weights."""
+    """Raise `InputError` unless `path` holds a config, a tokenizer and weights."""
     if not path.is_dir():
         raise InputError(f"{path} is no directory; a policy is a Hugging Face model directory")
     missing = [] if (path / "config.json").is_file() else ["config.json"]
     if not any((path / name).is_file() for name in TOKENIZERS):
         missing.append("a tokenizer (tokenizer.json)")
-    if not any(path.glob(WEIGHTS[0])):
+    if not any(any(path.glob(pattern)) for pattern in (WEIGHTS[0], WEIGHTS[-1])):
         missing.append("weights (model.safetensors)")
     if missing:
         raise InputError(
@@ -69,8 +71,10 @@ def check_template(tokenizer: "Tokenizer", settings: dict[str, Any]) -> None:
         template = tokenizer.get_chat_template(settings.get("chat_template"), settings.get("tools"))
     except ValueError as error:
         raise InputError(
-            f"the policy's tokenizer has no chat template to use ({error}); put one into "
-            "chat_template.jinja beside tokenizer.json"
+            f"the policy's tokenizer has no chat template to use ({error}), and nothing is guessed "
+            "of how its prompts are written; put one into chat_template.jinja beside "
+            "tokenizer.json, such as {% for m in messages %}{{ m.content }}{% endfor %} for the "
+            "bare text, or give it with the setting rollout.template={chat_template: …}"
         ) from error
     for name in settings:
         if name != "chat_template" and name not in template:
@@ -129,16 +133,18 @@ def context_length(path: Path) -> int:
     """How many tokens, prompt and response together, the model is made for."""
     check(path)
     config = _json(path / "config.json")
-    length = config.get("max_position_embeddings")
-    if not isinstance(length, int):
-        raise InputError(f"{path / 'config.json'} has no max_position_embeddings")
-    return length
+    config = config | (config.get("text_config") or {})
+    for name in CONTEXTS:
+        if isinstance(length := config.get(name), int):
+            return length
+    raise InputError(f"{path / 'config.json'} has no max_position_embeddings")
 
 
 def digest(path: Path) -> str:
     """A fingerprint of what the policy computes: its config and weights."""
     check(path)
-    files = (path / "config.json", *sorted(path.glob(WEIGHTS[0])))
+    weights = sorted(path.glob(WEIGHTS[0])) or sorted(path.glob("pytorch_model*.bin"))
+    files = (path / "config.json", *weights)
     return _digest(tuple((file, file.stat().st_size, file.stat().st_mtime_ns) for file in files))
 
 
@@ -169,8 +175,16 @@ def architecture(path: Path) -> str:
 
 
 def tied(path: Path) -> bool:
-    """Whether embedding and head are one matrix."""
-    return bool(_json(path / "config.json").get("tie_word_embeddings"))
+    """Whether embedding and head are one matrix; many a config.json leaves that to its class."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    return bool(config.get_text_config().tie_word_embeddings)
+
+
+def scaled_logits(config: Any) -> str | None:
+    """The name of what a model does to the logits after the head, which no trainer here does."""
+    return next((name for name in SCALED if getattr(config, name, None) not in (None, 1.0)), None)
 
 
 def load_model(path: Path, *, device: str, attention: str = "sdpa") -> "PreTrainedModel":
@@ -217,10 +231,14 @@ def save(model: "PreTrainedModel", weights: "dict[str, Tensor]", out: Path, *, l
     _copy(like, out, COMPANIONS)
 
 
-def copy(path: Path, out: Path) -> None:
-    """The same policy, byte for byte, optimizer state, adapter and probe included."""
+def copy(path: Path, out: Path, *, without: Iterable[str] = ()) -> None:
+    """The same policy, byte for byte, optimizer state, adapter and probe included.
+
+    Args:
+        without: directories of these that stay behind.
+    """
     _copy(path, out, MODEL)
-    for directory in (*STATE, PROBE):
+    for directory in {*STATE, PROBE}.difference(without):
         if (path / directory).is_dir():
             shutil.copytree(path / directory, out / directory)
 

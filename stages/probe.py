@@ -11,6 +11,7 @@ from stages.responses import Response
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from transformers import PreTrainedModel
 
 SEQUENCES, TOKENS = 8, 64  # at most; of a response
 
@@ -31,6 +32,18 @@ def chosen(responses: Sequence[Response]) -> list[Response]:
         )
         for r in first
     ]
+
+
+def measure(out: Path, model: "PreTrainedModel", probes: Sequence[Response]) -> None:
+    """Write `probe`: the sequences, and what the model makes of them."""
+    import torch
+
+    from stages.logprobs import Scorer
+
+    model.eval()
+    with torch.no_grad():
+        logprobs = Scorer(model)(probes)[0].cpu()
+    write(out, probes, logprobs.split([len(r.response_ids) for r in probes]))
 
 
 def write(out: Path, probes: Sequence[Response], logprobs: "Sequence[Tensor]") -> None:

@@ -354,9 +354,8 @@ def scorer_of(policy: Path, *, config: Config, machine: Machine, frozen: bool = 
         device = machine.device if ranks.size() == 1 else "cpu"  # else each rank takes its shard
         weights = policy if frozen else adapter.base(policy)
         model = policies.load_model(weights, device=device, attention=machine.attention)
-        for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
-            if getattr(model.config, name, None) not in (None, 1.0):
-                raise InputError(f"{policy}: models with {name} are not supported")
+        if scaled := policies.scaled_logits(model.config):
+            raise InputError(f"{policy}: models with {scaled} are not supported")
         if frozen:
             return model.requires_grad_(False)
         return adapter.attached(model, policy, rank=config.lora_rank, alpha=config.lora_alpha)

@@ -156,6 +156,12 @@ def judge_all(
     return pl.concat([answered.select("response_id", "length"), verdicts], how="horizontal")
 
 
+def judged(rollouts: pl.DataFrame, prompts: pl.DataFrame, judges: Judges) -> pl.DataFrame:
+    """The rollouts in their order, with acc, verdict and extracted."""
+    found = judge_all(rollouts.lazy(), prompts.lazy(), judges).drop("length")
+    return rollouts.join(found, on="response_id", maintain_order="left")
+
+
 def task_is(task: str) -> pl.Expr:
     """A column `task` that says so in every row."""
     return pl.lit(task).alias("task")

@@ -125,8 +125,6 @@ def write_probe(
     """Worked examples, with what the model makes of them."""
     import torch
 
-    from stages.logprobs import Scorer
-
     frame = embedded.prompts(config.task, probe.SEQUENCES, config.seed, "heldout")
     probes = []
     for i, chat in enumerate(frame["prompt"]):
@@ -137,10 +135,7 @@ def write_probe(
         )
         nothing = torch.zeros(len(response))
         probes.append(Response(f"probe{i}", i, prompt, response, nothing, 0.0, 1.0, True))
-    model.eval()
-    with torch.no_grad():
-        logprobs, _ = Scorer(model)(probes)
-    probe.write(out, probes, logprobs.split([len(r.response_ids) for r in probes]))
+    probe.measure(out, model, probes)
 
 
 def build_tokenizer(config: Config) -> "PreTrainedTokenizerFast":

@@ -9,6 +9,7 @@ from rich.markup import escape
 
 from pipeline import runner
 from pipeline.cli import (
+    exporting,
     garbage,
     inspecting,
     lineage,
@@ -32,7 +33,10 @@ app = typer.Typer(
     epilog="Start with: dapo train experiment=demo",
 )
 PANELS: dict[str, Iterable[Callable[..., None]]] = {
-    "Make": (training.train, sweeping.sweep, training.rerun, training.config),
+    "Make": (
+        *(training.train, sweeping.sweep, training.rerun),
+        *(exporting.export, training.config),
+    ),
     "Operate": (operating.deploy, operating.serve, garbage.gc),
     "Look": (
         *(looking.ls, looking.view, looking.show, lineage.lineage, looking.verify),

@@ -27,6 +27,7 @@ HEADLINES = {
     "filter": ("kept", "dropped", "carried"),
     "update": ("loss", "entropy", "grad_norm"),
     "evaluate": ("avg@", "truncated"),
+    "prune": ("ratio", "loss"),
 }
 SHOWN_ITEMS, SHOWN_LETTERS = 6, 120
 

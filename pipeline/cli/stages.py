@@ -52,6 +52,8 @@ def command(stage: str) -> Callable[..., None]:
         if stage == "update" and not made.metrics["optimizer_steps"]:
             say("nothing to train on: no response of the batch carries a token; weights unchanged")
             raise typer.Exit(NOTHING_TRAINED)
+        if stage == "prune" and not made.metrics["ratio"]:
+            say("nothing is pruned: every ratio loses more than max_loss; the policy is unpruned")
 
     example = " ".join(f"--{i.name} PATH" for i in inputs if i.required)
     run_stage.__doc__ = f"""{runner.purpose(stage)}
