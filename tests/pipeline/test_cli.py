@@ -30,7 +30,8 @@ def round_of(data: Path, step: int = 1) -> Path:
 
 
 @pytest.mark.parametrize(
-    "command", ["train", "rerun", "config", "ls", "show", "verify", "score", "filter", "update"]
+    "command",
+    ["train", "sweep", "rerun", "config", "ls", "show", "verify", "score", "filter", "update"],
 )
 def test_every_command_explains_itself_with_an_example(command: str) -> None:
     helped = dapo(command, "--help")
