@@ -7,10 +7,15 @@ UV := $(BIN)/uv
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 TORCH := $(if $(UV_FIND_LINKS),,--torch-backend=cpu)
 
-.PHONY: demo test browser lint bench lock clean
+.PHONY: demo ablation test browser lint bench lock clean
 
 demo: .venv/installed
 	$(BIN)/dapo train experiment=demo
+
+# the paper's ladder from GRPO to DAPO on the demo's task, 18 runs; goes on where it stopped
+ablation: .venv/installed
+	$(BIN)/dapo sweep experiment=ablation seed=0,1,2 \
+	  variant=grpo,overlong_filtering,clip_higher,soft_punishment,token_loss,dapo
 
 # a thread for each of two processes: OpenMP threads that outnumber the cores wait for each other
 # files in their order: the slow ones, of the pipeline, come first

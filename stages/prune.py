@@ -320,7 +320,8 @@ def lost(unpruned: Measure, pruned: Measure, config: Config) -> Loss:
     """1 - pruned / unpruned, by the prompts that count in both; resampled in pairs."""
     (pair,) = measures.pairs([unpruned], [pruned])
     rows = np.flatnonzero(pair.counted)
-    value = float(_share(pair.figure(pair.parts[rows].sum(axis=0))))
+    # rounded: 38 of 40 right are 5 % less, not 5.000000000000004 %
+    value = round(float(_share(pair.figure(pair.parts[rows].sum(axis=0)))), measures.DECIMALS)
     resampled = measures.resampled([pair], rows, resamples=config.resamples, seed=config.seed)
     for _, figures in resampled:
         losses = _share(figures[figures[:, 0] > 0])  # a resample without a right answer has none

@@ -31,7 +31,10 @@ def round_of(data: Path, step: int = 1) -> Path:
 
 @pytest.mark.parametrize(
     "command",
-    ["train", "rerun", "export", "config", "ls", "show", "verify", "score", "update", "prune"],
+    [
+        *("train", "sweep", "rerun", "export", "config", "ls", "show", "verify", "score"),
+        *("filter", "update", "prune"),
+    ],
 )
 def test_every_command_explains_itself_with_an_example(command: str) -> None:
     helped = dapo(command, "--help")

@@ -62,13 +62,18 @@ def frail(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(
-    tmp_path: Path, policy: Path, *, rollouts: bool = False, **settings: object
+    tmp_path: Path,
+    policy: Path,
+    *,
+    prompts: pl.DataFrame = PROMPTS,
+    rollouts: bool = False,
+    **settings: object,
 ) -> tuple[Path, dict[str, float]]:
     out = fresh(tmp_path)
     config = Config(**(CONFIG.model_dump() | settings))  # type: ignore[arg-type]
     metrics = prune.run(
         policy=policy,
-        prompts=save(fresh(tmp_path), "prompts", PROMPTS),
+        prompts=save(fresh(tmp_path), "prompts", prompts),
         rollouts=save(fresh(tmp_path), "rollouts", ROLLOUTS) if rollouts else None,
         out=out,
         config=config,
@@ -95,6 +100,16 @@ def test_the_largest_ratio_within_the_bound_is_published_and_all_are_on_record(
     assert (metrics["ratio"], metrics["loss"], metrics["avg@2"]) == (0.2, 0.125, 0.875)
     assert sparsity(out) == pytest.approx(0.2, abs=1e-3)
     assert not (out / prune.CHOSEN).exists() and not (out / prune.CANDIDATE).exists()
+
+
+def test_a_loss_of_just_the_bound_is_within(
+    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Frail({0.0: 20, 0.1: 19})  # 1 - 19 / 20 is above 0.05 in floats
+    monkeypatch.setattr(engines, "resident", lambda *_, **__: engine)
+    twenty = rows("prompts", *({"prompt_id": f"p{i}", "prompt": f"{i}+1"} for i in range(20)))
+    _, metrics = run(tmp_path, policy, prompts=twenty, ratios=(0.1,), max_loss=0.05)
+    assert (metrics["ratio"], metrics["loss"]) == (0.1, 0.05)
 
 
 def test_without_a_ratio_within_the_bound_the_policy_is_unpruned_byte_for_byte(
