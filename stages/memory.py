@@ -1,11 +1,12 @@
-"""How much memory a model takes: of the trainer and of the engine, in bytes per GPU. Only arithmetic.
+"""How much memory a model takes, trainer and engine, in bytes per GPU. Only arithmetic.
 
 What a part is made of stands in its docstring. Parameters and KV bytes are exact; activations are
 what autograd saves, counted tensor by tensor; OVERHEAD, GRAPHS and ASLEEP are estimates, not yet
 measured on a GPU.
 
 Legend: h hidden size, I width of the MLP, q and k widths of queries and keys (heads · head size),
-V vocabulary, L layers, c bytes of a number in matrix products (bfloat16: 2), r in the residual stream.
+V vocabulary, L layers, c bytes of a number in matrix products (bfloat16: 2), r of one in the
+residual stream.
 """
 
 import math
@@ -110,7 +111,7 @@ class Architecture:
 
     @property
     def layer(self) -> int:
-        """Parameters of one layer: Σ inputs·outputs, biases, two norms h, of qwen3 two of a head."""
+        """Parameters of one layer: Σ inputs·outputs, biases, two norms h; of qwen3 two more."""
         biases = self.qkv_bias * (self.q + 2 * self.k) + self.output_bias * self.hidden
         biases += self.mlp_bias * (2 * self.intermediate + self.hidden)
         norms = 2 * self.hidden + self.qk_norm * 2 * self.head_dim

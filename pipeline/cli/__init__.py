@@ -8,7 +8,16 @@ import typer
 from rich.markup import escape
 
 from pipeline import runner
-from pipeline.cli import garbage, inspecting, lineage, looking, operating, stages, training
+from pipeline.cli import (
+    garbage,
+    inspecting,
+    lineage,
+    looking,
+    operating,
+    planning,
+    stages,
+    training,
+)
 from pipeline.cli.console import err
 from pipeline.worker import StageTimeout, WorkerDied
 from stages.errors import EngineMismatch, InputError, NonFinite, Shortage, StorageError
@@ -23,7 +32,7 @@ app = typer.Typer(
     epilog="Start with: dapo train experiment=demo",
 )
 PANELS: dict[str, Iterable[Callable[..., None]]] = {
-    "Make": (training.train, training.rerun, training.config),
+    "Make": (training.train, training.rerun, training.config, planning.plan),
     "Operate": (operating.deploy, operating.serve, garbage.gc),
     "Look": (
         *(looking.ls, looking.view, looking.show, lineage.lineage, looking.verify),
