@@ -1,7 +1,7 @@
-"""Published architectures: what the config.json of well-known models says, to plan without a copy.
+"""Published architectures: the config.json of well-known models, to plan without a copy.
 
-Source: huggingface.co/Qwen/<name>/blob/main/config.json, written down without fetching it: the tests
-hold it against the parameter count of each model's card. A directory that exists is read instead.
+Source: huggingface.co/Qwen/<name>/blob/main/config.json, written down without fetching it: tests
+hold it against the parameter count of each card. A directory that exists is read instead.
 """
 
 from typing import Any

@@ -32,7 +32,7 @@ app = typer.Typer(
     epilog="Start with: dapo train experiment=demo",
 )
 PANELS: dict[str, Iterable[Callable[..., None]]] = {
-    "Make": (training.train, training.rerun, training.config, planning.plan),
+    "Make": (training.train, training.rerun, training.config, planning.plan, planning.rehearse),
     "Operate": (operating.deploy, operating.serve, garbage.gc),
     "Look": (
         *(looking.ls, looking.view, looking.show, lineage.lineage, looking.verify),

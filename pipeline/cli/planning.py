@@ -1,10 +1,15 @@
 """Commands about a run before it starts: plan, rehearse."""
 
+import signal
+import sys
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipeline.cli.console import Json, Overrides, document, out, say, table
+from pipeline.cli.console import Json, Overrides, document, out, say, table, watched
+from stages.errors import InputError
 
 if TYPE_CHECKING:
     from pipeline.plan import Plan
@@ -55,3 +60,32 @@ def _show(made: "Plan") -> None:
         out.print(f"{name.replace(', bytes', '')}: {shown}", highlight=False)
     for line in made.summary():
         say(line)
+
+
+def rehearse(
+    overrides: Overrides = None,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 1,
+    keep: Annotated[
+        Path | None, typer.Option(help="A new directory to keep the run in.", metavar="DIR")
+    ] = None,
+) -> None:
+    """Run all stages of a run on this CPU, with a scaled-down model of random weights.
+
+    The model has the kind, the grouping of heads and the biases of the run's own; stages have its
+    options. Lengths and batches are small, prompts are generated, and no network is needed. What
+    was made is removed unless it is kept.
+
+    Example: dapo rehearse experiment=dapo_math_7b
+    """
+    from pipeline import rehearse as rehearsing
+    from pipeline.config import load
+
+    config = load(overrides or [])
+    if keep is not None and keep.exists():
+        raise InputError(f"--keep {keep}: exists already; name a new directory")
+    # a plain SIGTERM would skip every `finally`: workers, and the directory
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    with tempfile.TemporaryDirectory(prefix="rehearsal_") as scratch, watched():
+        data = keep.absolute() if keep else Path(scratch) / "data"
+        rehearsing.rehearse(config, data=data, steps=steps, say=say)
+    say(f"rehearsed {steps} step{'s' * (steps > 1)} of {config.run}")
