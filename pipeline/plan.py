@@ -249,8 +249,9 @@ class Plan:
 
     def summary(self) -> list[str]:
         """The arithmetic in a few lines, as the recipes quote it; GiB per GPU."""
+        gpus = f"{self.gpus} GPU" + "s" * (self.gpus > 1)
         lines = [
-            f"{self.model.parameters / 1e9:.2f} B parameters; {self.gpus} GPU{'s' * (self.gpus > 1)} of "
+            f"{self.model.parameters / 1e9:.2f} B parameters; {gpus} of "
             f"{_gib(self.gpu_bytes)} GiB; per GPU, in GiB:",
             f"trainer {_gib(sum(self.trainer.values()))} = {_sum(self.trainer)}",
         ]
