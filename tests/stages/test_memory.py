@@ -1,6 +1,7 @@
 """Bytes by formula, held against models, autograd, the allocator and vLLM."""
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from stages import logprobs, memory, published
+from stages.adapter import attached
 from stages.errors import InputError
 from stages.memory import Architecture
 from stages.responses import Response
@@ -78,10 +80,6 @@ def test_a_published_model_is_as_large_as_its_card_says(name: str, billions: flo
 
 
 def test_adapters_are_counted_as_peft_makes_them() -> None:
-    from pathlib import Path
-
-    from stages.adapter import attached
-
     built = model("qwen3", "cpu")
     architecture = of(built)
     adapted = attached(built, Path("none"), rank=4, alpha=32.0)
