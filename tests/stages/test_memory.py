@@ -118,7 +118,7 @@ def saved(built: Any, dtype: str, tokens: int) -> int:
 
 @pytest.mark.parametrize("checkpointing", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_gradients_peak_is_within_a_fifth_of_the_plan_and_not_above(
+def test_a_gradients_peak_is_at_least_three_quarters_of_the_plan_and_hardly_above(
     dtype: Any, checkpointing: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory, "TILE", logprobs.TILE["cpu"])
@@ -135,7 +135,7 @@ def test_a_gradients_peak_is_within_a_fifth_of_the_plan_and_not_above(
         trainer.gradient(batch)
     planned = memory.trainer(of(built), machine, tokens=1200)
     moving = sum(planned.values()) - planned["weights"] - planned["optimizer"]
-    assert 0.8 * moving < peak(profile.profiler.kineto_results.events()) <= 1.02 * moving
+    assert 0.75 * moving < peak(profile.profiler.kineto_results.events()) <= 1.02 * moving
 
 
 def response(number: int, *, tokens: int) -> Response:
