@@ -15,6 +15,7 @@ from pipeline.cli import (
     lineage,
     looking,
     operating,
+    planning,
     stages,
     sweeping,
     training,
@@ -34,8 +35,8 @@ app = typer.Typer(
 )
 PANELS: dict[str, Iterable[Callable[..., None]]] = {
     "Make": (
-        *(training.train, sweeping.sweep, training.rerun),
-        *(exporting.export, training.config),
+        *(training.train, sweeping.sweep, training.rerun, exporting.export),
+        *(training.config, planning.plan, planning.rehearse),
     ),
     "Operate": (operating.deploy, operating.serve, garbage.gc),
     "Look": (
