@@ -34,6 +34,7 @@ def rehearse(config: RunConfig, *, data: Path, steps: int, say: Callable[[str], 
     path = data / "model"
     _make_model(config, path, say)
     say(f"prompts: {PROMPTS} generated sums in place of {_source(config.prompts)}")
+    say("filter: groups that are all wrong are kept, for random weights are never right")
     small = small_config(config, path=path, data=data, steps=steps)
     with loop.opened(json.dumps(small.model_dump(mode="json"))) as (whole, runner):
         plain = loop.plainly(runner, say=say)

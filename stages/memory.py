@@ -3,8 +3,8 @@
 What a part is made of stands in its docstring. Parameters and KV bytes are exact; activations are
 what autograd saves, counted tensor by tensor. The trainer's sum is at most 2 % below and a third
 above the peak of a small model on a CPU (tests/stages/test_memory.py); with adapters further above.
-FSDP2's working copies follow its documentation and were not measured; OVERHEAD, GRAPHS and ASLEEP
-are estimates. None of it was measured on a GPU yet.
+FSDP2's working copies are reasoned, not measured; OVERHEAD, GRAPHS and ASLEEP are estimates. None
+of it was measured on a GPU yet.
 
 Legend: h hidden size, I width of the MLP, q and k widths of queries and keys (heads · head size),
 V vocabulary, L layers, c bytes of a number in matrix products (bfloat16: 2), r of one in the
