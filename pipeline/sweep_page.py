@@ -1,7 +1,7 @@
 """A sweep as one page that needs nothing else: the table, and a line per variant in every chart."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from pipeline import page
 from pipeline.figures import BLUE, DASHES, GREEN, GREY, HEIGHT, ORANGE, PURPLE, RED, YELLOW
-from pipeline.sweep_table import AXES, Comparison, cells, known, reading
+from pipeline.sweep_table import ACCURACY, AXES, Comparison, cells, known, reading
 
 Floats = NDArray[np.float64]
 
@@ -111,7 +111,7 @@ def write(found: Comparison, out: Path, *, title: str, lacking: Sequence[str] = 
 def render(found: Comparison, *, title: str, lacking: Sequence[str] = ()) -> str:
     """The page as HTML."""
     lines = {chart.name: bands(found.curves, x=chart.x, y=chart.y) for chart in PLAN}
-    drawn = [chart for chart in PLAN if len(lines[chart.name])]
+    drawn = [_of(chart, found) for chart in PLAN if len(lines[chart.name])]
     variants = found.variants["variant"].to_list()
     return page.filled(
         "sweep.html",
@@ -137,6 +137,14 @@ def _points(points: pl.DataFrame) -> tuple[list[str], list[list[str]]]:
         for row in points.iter_rows(named=True)
     ]
     return ["run", *forms], rows
+
+
+def _of(chart: Chart, found: Comparison) -> Chart:
+    """The chart of the metric that the sweep is compared by; BLEU and chrF go to 100."""
+    if chart.y != "held_out" or found.metric == ACCURACY:
+        return chart
+    title = chart.title.replace(ACCURACY, found.metric)
+    return replace(chart, title=title, y_title=found.metric, format=".3~g")
 
 
 def bands(curves: pl.DataFrame, *, x: str, y: str) -> pl.DataFrame:

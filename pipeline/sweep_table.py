@@ -12,21 +12,23 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from pipeline import artifacts, mirror
+from pipeline import artifacts, mirror, summary
 from pipeline.artifacts import Artifact
 from pipeline.read import Run
 from pipeline.sweep import Point
 from stages.errors import InputError
 
+ACCURACY = "accuracy"  # how avg@k is called here
 LEVEL = 0.95  # of all intervals
 FIGURES = ("at_step", "at_tokens", "gain_at_step", "gain_at_tokens", "entropy", "length", "cut")
 AXES = ("step", "tokens", "seconds")
+MEASURED = ("held_out", "held_out_length", "held_out_cut")
 CURVE = {
     **{"variant": pl.String, "seed": pl.Int64, "run": pl.String, "step": pl.Int32},
     # since training began: tokens generated to train on; seconds of all stages but evaluations
     **dict.fromkeys(("tokens", "seconds"), pl.Float64),
     # of the held-out samples, where the step was evaluated
-    **dict.fromkeys(("held_out", "held_out_length", "held_out_cut"), pl.Float64),
+    **dict.fromkeys(MEASURED, pl.Float64),
     # of the step's own samples
     **dict.fromkeys(("entropy", "length", "cut"), pl.Float64),
 }
@@ -36,25 +38,33 @@ CURVE = {
 class Comparison:
     """The variants of a sweep side by side; the first is the baseline."""
 
+    metric: str  # of the held-out samples
     step: float  # the last that every run was evaluated after
     tokens: float  # those that every run had generated when it was evaluated last
-    goal: float  # the baseline's accuracy at its end, mean over its seeds
+    goal: float  # the baseline's figure at its end, mean over its seeds
     variants: pl.DataFrame  # a row each
     points: pl.DataFrame  # a row per run
     curves: pl.DataFrame  # a row per run and step
 
 
-def curve(point: Point) -> pl.DataFrame:
-    """A row of `CURVE` per step of a point's run, from step 0; none if it has no record yet."""
+def curve(point: Point, metric: str | None = None) -> pl.DataFrame:
+    """A row of `CURVE` per step of a point's run, from step 0; none if it has no record yet.
+
+    Args:
+        metric: what `held_out` is, such as bleu; None: avg@k.
+
+    Raises `InputError` if the run was not evaluated by that metric.
+    """
     run = Run(mirror.looked_at(point.config.place))
     held_out = {p.step: artifact for p, artifact in run.found if p.stage == "evaluate"}
     evaluated = pl.DataFrame(
-        [{"step": step, **_sampled(artifact)} for step, artifact in held_out.items()],
-        schema={"step": pl.Int32, "held_out_length": pl.Float64, "held_out_cut": pl.Float64},
+        [{"step": step, **_measured(artifact, metric)} for step, artifact in held_out.items()],
+        schema={"step": pl.Int32, **dict.fromkeys(MEASURED, pl.Float64)},
     )
     spent = pl.col("seconds") - pl.col("seconds_evaluate")
     return (
-        run.curves.collect()
+        run.curves.drop("held_out")
+        .collect()
         .join(evaluated, on="step", how="left", maintain_order="left")
         .with_columns(
             variant=pl.lit(point.variant),
@@ -69,10 +79,17 @@ def curve(point: Point) -> pl.DataFrame:
     )
 
 
-def _sampled(evaluation: Artifact) -> dict[str, float | None]:
-    """Mean tokens of the first set's samples, and the share of them that was cut."""
+def _measured(evaluation: Artifact, metric: str | None) -> dict[str, float]:
+    """Of the first set's samples: the metric, mean tokens, and the share that was cut."""
     metrics = evaluation.metrics
-    return {"held_out_length": metrics["length"], "held_out_cut": metrics["truncated"]}
+    name = metric or summary.headline(evaluation)
+    if name not in metrics:
+        raise InputError(
+            f"{evaluation.path} has no metric '{name}'; choose among {', '.join(metrics)}"
+        )
+    return dict(
+        zip(MEASURED, (metrics[name], metrics["length"], metrics["truncated"]), strict=True)
+    )
 
 
 def is_finished(point: Point, curve: pl.DataFrame) -> bool:
@@ -83,8 +100,11 @@ def is_finished(point: Point, curve: pl.DataFrame) -> bool:
     return bool(curve["step"][-1] >= schedule.steps or schedule.epochs is not None)
 
 
-def compare(curves: pl.DataFrame) -> Comparison:
+def compare(curves: pl.DataFrame, metric: str | None = None) -> Comparison:
     """Compare finished runs by their curves, rows of `CURVE`; the first row is the baseline's.
+
+    Args:
+        metric: what `held_out` is; None: avg@k.
 
     Raises `InputError` if the baseline has no run among them.
     """
@@ -97,7 +117,8 @@ def compare(curves: pl.DataFrame) -> Comparison:
     goal = float(np.mean([e["held_out"][-1] for e in ends if e["variant"][0] == baseline]))
     points = _gains(pl.DataFrame([_figures(run, step, tokens, goal) for run in runs]), baseline)
     variants = [_pooled(rows) for _, rows in points.group_by("variant", maintain_order=True)]
-    return Comparison(step, tokens, goal, pl.DataFrame(variants), points, curves)
+    name = metric or ACCURACY
+    return Comparison(name, step, tokens, goal, pl.DataFrame(variants), points, curves)
 
 
 def known(run: pl.DataFrame, column: str) -> pl.DataFrame:
@@ -127,7 +148,7 @@ def _figures(run: pl.DataFrame, step: float, tokens: float, goal: float) -> dict
 
 
 def reached(evaluated: pl.DataFrame, axis: str, goal: float) -> float | None:
-    """Where on an axis held-out accuracy first is at the goal; None: it never is."""
+    """Where on an axis the held-out figure first is at the goal; None: it never is."""
     x, y = evaluated[axis].to_list(), evaluated["held_out"].to_list()
     first = next((i for i, value in enumerate(y) if value >= goal), None)
     if first is None:
@@ -188,9 +209,9 @@ def cells(found: Comparison) -> list[dict[str, str]]:
         {
             "variant": str(row["variant"]),
             "seeds": str(row["seeds"]),
-            f"accuracy, step {found.step:g}": _with_interval(row, "at_step", ".3f"),
+            f"{found.metric}, step {found.step:g}": _with_interval(row, "at_step", ".3f"),
             "gain": _with_interval(row, "gain_at_step", "+.3f"),
-            f"accuracy, {found.tokens:,.0f} tokens": _with_interval(row, "at_tokens", ".3f"),
+            f"{found.metric}, {found.tokens:,.0f} tokens": _with_interval(row, "at_tokens", ".3f"),
             "gain at these": _with_interval(row, "gain_at_tokens", "+.3f"),
             f"tokens to {found.goal:.3f}": _cost(row, "tokens_to_goal"),
             "seconds": _cost(row, "seconds_to_goal"),
@@ -224,7 +245,7 @@ def reading(found: Comparison) -> str:
     baseline = found.variants["variant"][0]
     return (
         f"Mean ± half of the {LEVEL:.0%} interval over the seeds, by Student's t; gains are over "
-        f"{baseline}, seed by seed. Accuracy is of held-out prompts, at equal updates (after "
+        f"{baseline}, seed by seed. {found.metric} is of held-out prompts, at equal updates (after "
         f"{found.step:g} steps, where the shortest run ends) and at equal cost (after "
         f"{found.tokens:,.0f} tokens generated to train on), on straight lines between "
         f"evaluations. Tokens and seconds of training, without evaluations, to {found.goal:.3f}, "

@@ -36,6 +36,9 @@ def sweep(
     force: Annotated[
         bool, typer.Option(help="Rebuild artifacts of other settings instead of refusing them.")
     ] = False,
+    metric: Annotated[
+        str | None, typer.Option(help="Of the held-out samples, such as bleu; default: avg@k.")
+    ] = None,
     table_only: Annotated[
         bool, typer.Option("--table-only", help="Train nothing: compare the finished runs.")
     ] = False,
@@ -57,7 +60,7 @@ def sweep(
         # a plain SIGTERM would skip the `finally` that ends the runs
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
         failed = _trained(points, jobs=jobs, directory=directory, force=force)
-    _compared(points, directory)
+    _compared(points, directory, metric)
     for point in failed:
         log = sweeping.log_of(point, directory)
         say(f"\nfailed {point.run}, the end of {log}:\n{sweeping.last_lines(log)}")
@@ -95,19 +98,19 @@ def _trained(
     return [point for point in points if codes[point.run]]
 
 
-def _compared(points: Sequence["Point"], directory: Path) -> None:
+def _compared(points: Sequence["Point"], directory: Path, metric: str | None) -> None:
     """Compare the finished runs, on the terminal and in files."""
     import polars as pl
 
     from pipeline import sweep_page, sweep_table
 
-    curves = {point.run: sweep_table.curve(point) for point in points}
+    curves = {point.run: sweep_table.curve(point, metric) for point in points}
     done = [point for point in points if sweep_table.is_finished(point, curves[point.run])]
     lacking = [point.run for point in points if point not in done]
     if not any(point.variant == points[0].variant for point in done):
         say(f"no run of the baseline, {points[0].variant}, is finished: nothing to compare with")
         return
-    found = sweep_table.compare(pl.concat(curves[point.run] for point in done))
+    found = sweep_table.compare(pl.concat(curves[point.run] for point in done), metric)
     sweep_table.write(found, directory)
     page = directory / sweep_page.PAGE
     sweep_page.write(found, page, title=directory.name, lacking=lacking)

@@ -16,7 +16,7 @@ import psutil
 import pytest
 from small_run import SMALL
 
-from pipeline import guard, sweep, sweep_page, sweep_table
+from pipeline import artifacts, guard, sweep, sweep_page, sweep_table
 from pipeline.config import CONFIG_DIR, composed, load, parse
 from pipeline.read import run
 from pipeline.sweep import Point
@@ -224,6 +224,20 @@ def test_a_curve_adds_up_what_a_run_has_on_record(finished: Path) -> None:
     cut = (samples["finish_reason"] == "length").mean()
     assert found["held_out_cut"].to_list() == [pytest.approx(found["held_out_cut"][0]), None, cut]
     assert sweep_table.is_finished(Point("small", {}, (), config), found)
+
+
+def test_runs_are_compared_by_any_metric_that_they_were_evaluated_by(finished: Path) -> None:
+    config = parse((finished / "runs/small/config.yaml").read_text())
+    point = Point("small", {"seed": "0"}, (), config)
+    found = sweep_table.compare(sweep_table.curve(point, "length_mean"), "length_mean")
+    measured = [
+        artifacts.load(finished / f"runs/small/step_000{step}/evaluate").metrics["length_mean"]
+        for step in (0, 2)
+    ]
+    assert found.curves["held_out"].to_list() == [measured[0], None, measured[1]]
+    assert "length_mean, step 2" in sweep_table.cells(found)[0]
+    with pytest.raises(InputError, match=r"no metric 'blue'; choose among avg@2, .*pass@1"):
+        sweep_table.curve(point, "blue")
 
 
 EVALUATED = (
