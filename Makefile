@@ -64,4 +64,4 @@ lock: .venv/installed
 	done
 
 clean:
-	rm -rf .venv data/runs
+	rm -rf .venv data/runs data/sweeps
