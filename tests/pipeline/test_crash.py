@@ -18,7 +18,7 @@ from stages import prompts, rollout, select, tables
 from stages.errors import InputError
 from stages.settings import Machine
 
-N, GROUPS = 8, 96
+N, GROUPS = 8, 48
 CONFIG = rollout.Config(engine="hf", n=N, max_tokens=64)
 MACHINE = Machine(max_num_seqs=N)  # a group at a time
 
