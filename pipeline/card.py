@@ -11,13 +11,12 @@ from typing import Any
 
 import polars as pl
 
-from pipeline import artifacts, runs, summary
+from pipeline import artifacts, runs, summary, template
 from pipeline.artifacts import RECORD, Artifact
 from pipeline.config import RunConfig, load, parse
 from pipeline.loop import CONFIG
 from stages import tables
 
-TEMPLATES = Path(__file__).parent / "templates"
 ANSWERS = {  # of generation_config.json
     "temperature": "temperature",
     "top_p": "top_p",
@@ -110,44 +109,38 @@ def text(made: Made, *, directory: str, generation: dict[str, Any]) -> str:
         directory: the name that the policy is exported under.
         generation: what its generation_config.json says.
     """
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-    card = Environment(
-        loader=FileSystemLoader(TEMPLATES),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    ).get_template("card.md")
     name = directory if made.run is None else f"{made.run.name}, {_place(made, made.path)}"
     evaluation, config = made.evaluation, made.config
     results = [] if evaluation is None else list(_results(evaluation))
     artifact = made.artifact
-    return card.render(
-        metadata=_metadata(made, directory),
-        name=name,
-        directory=directory,
-        trained=_trained(made),
-        pruned=_pruned(artifact) if artifact and artifact.stage == "prune" else None,
-        origin=_origin(made),
-        data=[] if config is None else list(_data(made, config)),
-        sampled=made.sampling()[0],
-        generation=", ".join(f"{key} {json.dumps(value)}" for key, value in generation.items()),
-        evaluated="" if evaluation is None else _place(made, evaluation.path),
-        prompts="" if evaluation is None else evaluation.metrics["prompts"],
-        level="" if evaluation is None else f"{evaluation.recipe.config['level']:.0%}",
-        results=results,
-        settings={} if config is None else {k: _hydra(v) for k, v in changed(config).items()},
-        code=artifact.record["code"] if artifact else "",
-        command="" if config is None or made.update is None else command(made, config),
-        lineage=list(_lineage(made)),
-    )
+    given: dict[str, object] = {
+        "metadata": _metadata(made, directory),
+        "name": name,
+        "directory": directory,
+        "trained": _trained(made),
+        "pruned": _pruned(artifact) if artifact and artifact.stage == "prune" else None,
+        "origin": _origin(made),
+        "data": [] if config is None else list(_data(made, config)),
+        "sampled": made.sampling()[0],
+        "generation": ", ".join(f"{key} {json.dumps(value)}" for key, value in generation.items()),
+        "evaluated": "" if evaluation is None else _place(made, evaluation.path),
+        "prompts": "" if evaluation is None else evaluation.metrics["prompts"],
+        "level": "" if evaluation is None else f"{evaluation.recipe.config['level']:.0%}",
+        "results": results,
+        "settings": {} if config is None else {k: _hydra(v) for k, v in changed(config).items()},
+        "code": artifact.record["code"] if artifact else "",
+        "command": "" if config is None or made.update is None else command(made, config),
+        "lineage": list(_lineage(made)),
+    }
+    return template.filled("card.md", given, escape=False)
 
 
 def _metadata(made: Made, directory: str) -> str:
     """The YAML in front, by the hub's own rules."""
     from huggingface_hub import EvalResult, ModelCardData
 
+    evaluation = made.evaluation
+    headline = "" if evaluation is None else summary.headline(evaluation)
     measured = [
         EvalResult(
             task_type="text-generation",
@@ -156,8 +149,8 @@ def _metadata(made: Made, directory: str) -> str:
             metric_type=str(row["metric"]),
             metric_value=row["value"],
         )
-        for row in ([] if made.evaluation is None else _rows(made.evaluation))
-        if row["metric"] == summary.headline(made.evaluation)  # type: ignore[arg-type]
+        for row in ([] if evaluation is None else _rows(evaluation))
+        if row["metric"] == headline
     ]
     tags = ["dapo", "reinforcement-learning"] if made.update else []
     return ModelCardData(
@@ -264,7 +257,7 @@ def _place(made: Made, path: Path) -> str:
 
 def changed(config: RunConfig) -> dict[str, Any]:
     """The settings that a run depends on and that are not the defaults, by dotted key."""
-    ours, defaults = config.run_settings(), load().run_settings()
+    ours, defaults = config.stage_settings(), load().stage_settings()
     return {key: value for key, value in ours.items() if defaults.get(key, ...) != value}
 
 

@@ -96,7 +96,7 @@ def compare(a: Path, b: Path, *, prompts: int = PROMPTS) -> RunComparison:
 
 def _settings(saved: Path) -> dict[str, Any]:
     try:
-        return parse(saved.read_text()).run_settings()
+        return parse(saved.read_text()).stage_settings()
     except InputError as error:
         raise InputError(f"{saved}: {error}") from error
 

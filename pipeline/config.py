@@ -183,19 +183,18 @@ class RunConfig(Settings):
                 raise ValueError(f"schedule.one_step_off needs {key}: {reason}")
 
     def stage_settings(self) -> dict[str, Any]:
-        """Dotted keys of what decides the artifacts; not how long, where or on what machine."""
+        """Dotted keys of what decides a run's artifacts; not how long, where or on what machine.
+
+        Nor `prune`, which is no part of a run, and follows `evaluate` by interpolation.
+        """
         stages = self.model_dump(
-            mode="json", exclude={"run", "data", "seed", "machine", "schedule", "track"}
+            mode="json", exclude={"run", "data", "seed", "machine", "schedule", "track", "prune"}
         )
         return {"schedule.one_step_off": self.schedule.one_step_off} | {
             f"{stage}.{key}": value
             for stage, settings in stages.items()
             for key, value in (settings or {}).items()
         }
-
-    def run_settings(self) -> dict[str, Any]:
-        """Those of them that a run depends on: no step prunes."""
-        return {k: v for k, v in self.stage_settings().items() if not k.startswith("prune.")}
 
 
 def load(overrides: Sequence[str] = ()) -> RunConfig:

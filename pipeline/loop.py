@@ -525,8 +525,8 @@ def opened(
 
 def check_same_settings(saved: RunConfig, config: RunConfig) -> None:
     """Raise `InputError` with the differences if a run was begun with other settings."""
-    if saved.run_settings() != config.run_settings():
-        differences = artifacts.differences(saved.run_settings(), config.run_settings())
+    if saved.stage_settings() != config.stage_settings():
+        differences = artifacts.differences(saved.stage_settings(), config.stage_settings())
         raise InputError(
             f"run '{config.run}' has other settings ({differences}); choose another name (run=…) "
             "or use --force to rebuild what differs"

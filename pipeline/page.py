@@ -9,41 +9,29 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pipeline import artifacts, figures
+from pipeline import artifacts, figures, template
 from stages.errors import InputError
 
-TEMPLATES = Path(__file__).parent / "templates"
 
-
-def filled(
-    template: str, *, charts: dict[str, Any], datasets: dict[str, Any], **given: object
-) -> str:
-    """A template below `templates`, which extends page.html, as HTML.
+def filled(name: str, *, charts: dict[str, Any], datasets: dict[str, Any], **given: object) -> str:
+    """A template that extends page.html, as HTML.
 
     Args:
         charts: Vega-Lite by name, for the elements with `data-chart`; none: the page has no script.
         datasets: the rows that the charts name.
         given: what the template names.
     """
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 
     script = _script() if charts else ""
-    environment = Environment(
-        loader=FileSystemLoader(TEMPLATES),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template(template).render(
-        **given,
-        data={"charts": charts, "datasets": datasets, "config": figures.CONFIG},
+    page = {
+        "data": {"charts": charts, "datasets": datasets, "config": figures.CONFIG},
         # the files of this package, and nothing that a run recorded
-        style=Markup(_source("page.css")),
-        script=Markup(script),
-        hash=_hash(script),
-    )
+        "style": Markup(template.source("page.css")),
+        "script": Markup(script),
+        "hash": _hash(script),
+    }
+    return template.filled(name, {**given, **page}, escape=True)
 
 
 def write(text: str, out: Path) -> int:
@@ -57,16 +45,12 @@ def write(text: str, out: Path) -> int:
     return len(text.encode())
 
 
-def _source(name: str) -> str:
-    return (TEMPLATES / name).read_text(encoding="utf-8")
-
-
 @cache
 def _script() -> str:
     """Vega, Vega-Lite and Vega-Embed with what draws the page's charts, in a scope of its own."""
     import vl_convert
 
-    return f"(() => {{{vl_convert.javascript_bundle(_source('page.js'))}\n}})();"
+    return f"(() => {{{vl_convert.javascript_bundle(template.source('page.js'))}\n}})();"
 
 
 def _hash(script: str) -> str:

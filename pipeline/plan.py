@@ -159,15 +159,16 @@ class Plan:
                 f"{_gib(self.gpu_bytes)}, {_gib(lacking)} too many; most of it "
                 f"{name}, {_gib(self.trainer[name])}"
             )
-        if self.engine is None or self.engine.sequences(self.context):
+        engine = self.engine
+        if engine is None or engine.sequences(self.context):
             return
-        name = max(self.engine.parts, key=lambda part: self.engine.parts[part])  # type: ignore[union-attr]
-        one = self.context * self.engine.kv_bytes_per_token
+        name = max(engine.parts, key=lambda part: engine.parts[part])
+        one = self.context * engine.kv_bytes_per_token
         yield (
             f"the engine cannot hold one sequence of {self.context} tokens: its KV takes "
-            f"{_gib(one)} GiB, and {_gib(max(0, self.engine.kv_bytes))} of "
+            f"{_gib(one)} GiB, and {_gib(max(0, engine.kv_bytes))} of "
             f"{_gib(self.engine_bytes)} are left for the KV cache; most of the rest is {name}, "
-            f"{_gib(self.engine.parts[name])}"
+            f"{_gib(engine.parts[name])}"
         )
 
     def changed(self, **settings: dict[str, Any]) -> "Plan":

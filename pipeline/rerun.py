@@ -108,8 +108,8 @@ def evaluated(
     config, asked = parse(text), parse(text, overrides)
     foreign = [
         key
-        for key, value in asked.run_settings().items()
-        if config.run_settings()[key] != value and not key.startswith("evaluate.")
+        for key, value in asked.stage_settings().items()
+        if config.stage_settings()[key] != value and not key.startswith("evaluate.")
     ]
     if foreign:
         raise InputError(f"{foreign[0]} does not concern an evaluation; give evaluate.… only")

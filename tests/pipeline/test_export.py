@@ -81,7 +81,7 @@ def test_the_command_on_the_card_has_the_very_settings_of_the_run(
     dapo, train, *overrides = shlex.split(command.replace("\\\n", " "))
     again = load(overrides)
     assert (dapo, train) == ("dapo", "train")
-    assert again.run_settings() == config.run_settings()
+    assert again.stage_settings() == config.stage_settings()
     assert (again.run, again.seed, again.schedule.steps) == ("small", 0, 2)
 
 
@@ -99,7 +99,7 @@ def test_any_settings_come_back_from_such_a_command(overrides: list[str], tmp_pa
     config = load(overrides)
     command = card.command(Made(tmp_path), config)
     again = load(shlex.split(command.replace("\\\n", " "))[2:])
-    assert again.run_settings() == config.run_settings()
+    assert again.stage_settings() == config.stage_settings()
 
 
 def test_a_policy_that_nobody_recorded_has_a_card_of_what_is_known(
