@@ -35,6 +35,13 @@ def test_every_config_file_composes(group: str, option: str) -> None:
     load([f"{group}={option}", *NEEDS.get((group, option), [])])
 
 
+def test_pruning_follows_the_evaluation_and_is_no_setting_of_a_run() -> None:
+    plain, other = load(), load(["evaluate.n=3", "prune.max_loss=0.2"])
+    assert (other.prune.n, other.prune.max_loss) == (3, 0.2)
+    before, after = plain.stage_settings(), other.stage_settings()
+    assert {key for key in after if after[key] != before[key]} == {"evaluate.n"}
+
+
 def test_the_papers_setting_is_complete() -> None:
     paper = load(["experiment=dapo_math_32b"])
     assert (paper.filter.batch_groups, paper.rollout.n, paper.select.size) == (512, 16, 1536)

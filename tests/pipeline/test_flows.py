@@ -124,8 +124,9 @@ def guarded(pid: int) -> list[psutil.Process]:
     return [child for child in children if "pipeline.guard" not in child.cmdline()]
 
 
+@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGTERM])
 def test_nothing_outlives_a_run_that_is_killed_not_even_prefects_own_server(
-    tmp_path: Path,
+    tmp_path: Path, blow: signal.Signals
 ) -> None:
     run = train(tmp_path / "data", home(tmp_path / "home"))
     deadline = time.monotonic() + 120
@@ -136,7 +137,8 @@ def test_nothing_outlives_a_run_that_is_killed_not_even_prefects_own_server(
     started = guarded(run.pid)
     assert any("uvicorn" in " ".join(process.cmdline()) for process in started)
     assert any("pipeline.worker" in process.cmdline() for process in started)
-    os.kill(run.pid, signal.SIGKILL)
+    os.kill(run.pid, blow)
     run.wait()
     _, alive = psutil.wait_procs(started, timeout=10)
     assert not alive
+    assert run.returncode == (-signal.SIGKILL if blow == signal.SIGKILL else 128 + signal.SIGTERM)

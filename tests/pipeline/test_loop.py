@@ -121,35 +121,42 @@ def test_a_prompts_file_that_changed_its_content_is_noticed(tmp_path: Path) -> N
         run(tmp_path, mine)
 
 
-@pytest.fixture
-def begun(finished: Path, tmp_path: Path) -> Path:
-    """The data root of a run that has its first policy, and no step."""
+def begin(finished: Path, data: Path) -> None:
+    """Give the run below `data` its first policy, and no step."""
     for made in ("prompts", "heldout", "step_0000"):
-        shutil.copytree(finished / "runs/small" / made, tmp_path / "runs/small" / made)
-    return tmp_path
+        shutil.copytree(finished / "runs/small" / made, data / "runs/small" / made)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", ["round_0/.draft-rollout-*", ".draft-update-*"])
+@pytest.mark.parametrize(
+    "moment",
+    [
+        "step_0000/.draft-warmstart-*",
+        "step_0001/round_0/.draft-rollout-*",
+        "step_0001/.draft-update-*",
+    ],
+)
 def test_after_sigkill_the_same_command_ends_in_the_same_weights(
-    finished: Path, begun: Path, moment: str
+    finished: Path, tmp_path: Path, moment: str
 ) -> None:
-    with (begun / "output").open("w") as output:
+    if "step_0000" not in moment:
+        begin(finished, tmp_path)
+    with (tmp_path / "output").open("w") as output:
         victim = subprocess.Popen(
-            command(begun), stdout=output, stderr=output, start_new_session=True
+            command(tmp_path), stdout=output, stderr=output, start_new_session=True
         )
         deadline = time.monotonic() + 120
-        while not list((begun / "runs/small/step_0001").glob(moment)):
+        while not list((tmp_path / "runs/small").glob(moment)):
             assert victim.poll() is None and time.monotonic() < deadline
             time.sleep(0.002)
         os.kill(victim.pid, signal.SIGKILL)
         victim.wait()
-    assert no_worker_left(begun)
-    done = records(begun)
-    subprocess.run(command(begun), check=True, stdout=subprocess.DEVNULL)
-    assert digests(begun) == digests(finished)
-    assert {place: records(begun)[place] for place in done} == done  # nothing was done twice
-    assert not list(begun.rglob(".draft-*"))
+    assert no_worker_left(tmp_path)
+    done = records(tmp_path)
+    subprocess.run(command(tmp_path), check=True, stdout=subprocess.DEVNULL)
+    assert digests(tmp_path) == digests(finished)
+    assert {place: records(tmp_path)[place] for place in done} == done  # nothing was done twice
+    assert not list(tmp_path.rglob(".draft-*"))
 
 
 def no_worker_left(data: Path, within_s: float = 10) -> bool:

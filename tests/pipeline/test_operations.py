@@ -238,6 +238,22 @@ def test_an_unknown_limit_fails_the_run_and_says_what_makes_it(
     assert "there is no concurrency limit 'gpus'; `dapo deploy`" in run.ends("Failed")["message"]
 
 
+@pytest.mark.parametrize(("state", "then"), [("RUNNING", "CRASHED"), ("CANCELLING", "CANCELLING")])
+def test_what_was_killed_without_its_worker_has_crashed_unless_somebody_cancels_it(
+    server: Server, deployed: list[str], state: str, then: str
+) -> None:
+    flow = server.get("/deployments/name/train/train")["flow_id"]
+    run = server.post("/flow_runs/", flow_id=flow, state={"type": state})["id"]
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    subprocess.run(
+        [sys.executable, "-m", "pipeline.lifecycle", run, str(gone.pid)],
+        env=server.environment,
+        check=True,
+    )
+    assert server.get(f"/flow_runs/{run}")["state"]["type"] == then
+
+
 def test_a_killed_worker_takes_its_run_along(server: Server, worker: object, data: Path) -> None:
     run = Submitted(server, data, "train/train", steps=50)
     run.samples(3)

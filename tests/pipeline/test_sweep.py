@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -277,7 +278,10 @@ def test_a_run_that_fails_stops_no_other_and_the_same_command_goes_on(
 
 
 @pytest.mark.slow
-def test_no_process_of_a_run_outlives_its_sweep(policy: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_no_process_of_a_run_outlives_its_sweep(
+    policy: Path, tmp_path: Path, how: signal.Signals
+) -> None:
     arguments = [*EVALUATED, f"model.path={policy}", "seed=0,1", "--jobs", "2"]
     process = subprocess.Popen(
         [sys.executable, "-m", "pipeline", "sweep", *arguments],
@@ -293,7 +297,7 @@ def test_no_process_of_a_run_outlives_its_sweep(policy: Path, tmp_path: Path) ->
             time.sleep(0.05)
             family = psutil.Process(process.pid).children(recursive=True)
     finally:
-        process.kill()
+        process.send_signal(how)
         process.wait(timeout=2 * sweep.PATIENCE_S)
     _, alive = psutil.wait_procs(family, timeout=2 * guard.PATIENCE_S)
     assert alive == []

@@ -38,8 +38,8 @@ Handler = Callable[[httpx.Request], httpx.Response]
 
 
 @contextmanager
-def served(path: Path, log: Path) -> Iterator[str]:
-    """A `vllm serve` of the policy in `path` that takes weights; it ends with the block."""
+def served(path: Path, log: Path, *, mode: str, dev: bool) -> Iterator[str]:
+    """The address of a `vllm serve` of the policy in `path`, which ends with the block."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -52,7 +52,7 @@ def served(path: Path, log: Path) -> Iterator[str]:
         "max-model-len": CONTEXT,
         "max-num-seqs": 16,
         "kv-cache-memory-bytes": 2**26,
-        "logprobs-mode": "processed_logprobs",
+        "logprobs-mode": mode,
         "generation-config": "vllm",
         "seed": 0,
     }
@@ -62,7 +62,7 @@ def served(path: Path, log: Path) -> Iterator[str]:
             [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
             + [f"--{name}={value}" for name, value in options.items()]
             + ["--enforce-eager", "--no-enable-chunked-prefill"],
-            env=os.environ | ENVIRONMENT | {"VLLM_SERVER_DEV_MODE": "1"},
+            env=os.environ | ENVIRONMENT | {"VLLM_SERVER_DEV_MODE": str(int(dev))},
             stdout=output,
             stderr=output,
             start_new_session=True,
@@ -99,7 +99,7 @@ def moved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def url(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A server of `policy` that takes weights."""
     log = tmp_path_factory.mktemp("served") / "log"
-    with served(policy, log) as address:
+    with served(policy, log, mode="processed_logprobs", dev=True) as address:
         yield address
 
 
@@ -168,6 +168,15 @@ def test_requests_that_are_not_finished_in_time_are_abandoned(url: str, policy: 
     assert all(not set("123") & set(text[:-1]) for text in texts)
 
 
+@pytest.mark.slow
+def test_a_server_of_raw_log_probs_is_refused(policy: Path, tmp_path: Path) -> None:
+    with (
+        served(policy, tmp_path / "log", mode="raw_logprobs", dev=False) as url,
+        pytest.raises(InputError, match="--logprobs-mode processed_logprobs"),
+    ):
+        connected(url).load(policy)
+
+
 class Fake:
     """A server that computes nothing: what it says of itself, and canned completions."""
 
@@ -177,7 +186,6 @@ class Fake:
         self.asked: list[httpx.Request] = []
         self.fails: list[Exception | httpx.Response | None] = []  # None: not this time
         self.finish_reason = "stop"
-        self.scored = -2.0
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
         self.asked.append(request)
@@ -199,13 +207,13 @@ class Fake:
         return httpx.Response(404, text="Not Found")
 
     def choice(self, body: dict) -> dict:
-        """Log-prob −1 for what is drawn, another one for what is scored."""
+        """Log-prob −1 for what is drawn, −2 for what is scored."""
         return {
             "token_ids": [5, 6],
             "logprobs": {"token_logprobs": [-1.0, -1.0]},
             "finish_reason": self.finish_reason,
             "prompt_logprobs": [None]
-            + [{str(token): {"logprob": self.scored}} for token in body["prompt"][1:]],
+            + [{str(token): {"logprob": -2.0}} for token in body["prompt"][1:]],
         }
 
 
@@ -228,13 +236,6 @@ def faked(fake: Handler, **settings: object) -> Endpoint:
         machine=Machine(endpoint="http://fake", **settings),
         transport=httpx.MockTransport(fake),
     )
-
-
-def test_a_server_of_raw_log_probs_is_refused(unproved: Path) -> None:
-    fake = Fake(unproved)
-    fake.scored = -1.0  # as when it was drawn, at another temperature
-    with pytest.raises(InputError, match="--logprobs-mode processed_logprobs"):
-        faked(fake).load(unproved)
 
 
 def test_a_server_of_another_policy_that_takes_no_weights_is_refused(unproved: Path) -> None:
