@@ -10,7 +10,7 @@ import pytest
 
 from pipeline import loop, runs
 from pipeline.artifacts import Artifact
-from pipeline.config import composed, parse
+from pipeline.config import composed
 from pipeline.runner import Workers, new_workers
 from stages.settings import Machine
 
@@ -44,8 +44,8 @@ SMALL = (
 
 @cache
 def workers() -> Workers:
-    """Processes that all small runs of a session share: each would import torch again."""
-    made = new_workers(Machine())
+    """Processes that all runs of a session share, up to three engines: each imports torch first."""
+    made = new_workers(Machine(engines=3))
     atexit.register(lambda: [worker.close() for each in made.values() for worker in each])
     return made
 
@@ -54,8 +54,7 @@ def run(data: Path | str, overrides: Sequence[str] = (), *, force: bool = False)
     """Train below a directory or a URL; returns the labels of stages that were built."""
     built: list[str] = []
     text = composed([*SMALL, f"data={data}", *overrides])
-    shared = workers() if parse(text).machine == Machine() else None
-    with loop.opened(text, force=force, workers=shared) as (config, runner):
+    with loop.opened(text, force=force, workers=workers()) as (config, runner):
 
         def execute(label: str, stage: str, *, out, config, inputs) -> Artifact:  # type: ignore[no-untyped-def]
             made, served = runner.run(stage, out=out, config=config, inputs=loop.paths(inputs))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from conftest import fresh
+from small_run import workers
 
 from pipeline import artifacts
 from pipeline.artifacts import Artifact
@@ -47,8 +48,7 @@ def kill_at_half(runner: Runner, out: Path) -> None:
     deadline = time.monotonic() + 120
     while kept(out) < GROUPS * N / 2 and time.monotonic() < deadline:
         time.sleep(0.05)
-    [engine] = runner._workers["engine"]
-    process = engine._process
+    process = runner._workers["engine"][0]._process
     assert process
     os.kill(process.pid, signal.SIGKILL)
 
@@ -58,7 +58,7 @@ def test_a_rollout_killed_halfway_generates_the_other_half_and_ends_in_the_same_
     inputs: dict[str, Path], tmp_path: Path
 ) -> None:
     out = tmp_path / "killed" / "rollout"
-    with Runner(MACHINE, logged=True) as runner:
+    with Runner(MACHINE, logged=True, workers=workers()) as runner:
         killer = threading.Thread(target=kill_at_half, args=(runner, out))
         killer.start()
         with pytest.raises(WorkerDied, match="SIGKILL"):
@@ -96,7 +96,7 @@ def test_a_stage_that_fails_before_it_samples_leaves_nothing_but_its_log(
 ) -> None:
     out = tmp_path / "failed" / "rollout"
     (tmp_path / "empty").mkdir()
-    with Runner(MACHINE, logged=True) as runner, pytest.raises(InputError):
+    with Runner(MACHINE, logged=True, workers=workers()) as runner, pytest.raises(InputError):
         build(out, runner, inputs | {"policy": tmp_path / "empty"})
     assert [path.name for path in out.parent.iterdir()] == ["rollout.log"]
     log = (out.parent / "rollout.log").read_text()

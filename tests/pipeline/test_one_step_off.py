@@ -5,7 +5,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from small_run import SMALL, digests
+from small_run import SMALL, digests, workers
 
 from pipeline import artifacts, loop
 from pipeline.artifacts import Artifact
@@ -49,7 +49,8 @@ def train(
     fails: str | None = None,
 ) -> Path:
     """Train below `data`; returns the run's directory."""
-    with loop.opened(composed([*SMALL, *AHEAD, f"data={data}", *overrides])) as (config, runner):
+    text = composed([*SMALL, *AHEAD, f"data={data}", *overrides])
+    with loop.opened(text, workers=workers()) as (config, runner):
         spy = Spy(loop.plainly(runner))
         spy.waits, spy.fails = waits, fails
         loop.train(config, spy)

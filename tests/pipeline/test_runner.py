@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from small_run import workers
 
 from pipeline import artifacts
 from pipeline.artifacts import Artifact, Recipe
@@ -84,7 +85,7 @@ def test_groups_that_a_killed_rollout_had_finished_are_not_generated_again(
     kept.mkdir(parents=True)
     tables.write(kept, "rollouts", rows.filter(rows["group_id"].is_in(finished.implode())))
     (kept / "rollouts" / "part-00001.parquet").write_bytes(b"PAR1 half a file")
-    with Runner(Machine()) as runner:
+    with Runner(Machine(), workers=workers()) as runner:
         made, served = runner.run(
             "rollout",
             out=out,

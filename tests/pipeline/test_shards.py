@@ -10,11 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-import small_run
 from conftest import rows, save
 from prefect_server import Server
+from small_run import SMALL, digests, run, workers
 
 from pipeline import parts
 from pipeline.artifacts import Artifact
@@ -26,6 +25,7 @@ from stages.settings import Machine
 
 GROUPS = [f"g{i}" for i in range(7)]
 SAMPLING: dict[str, Any] = {"engine": "hf", "n": 3, "max_tokens": 20}
+PATIENCE_S = 60
 ALONE = 1  # request in a batch: then nothing depends on its neighbours, to the last bit
 
 
@@ -47,7 +47,9 @@ def inputs(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 
 def built(out: Path, inputs: dict[str, Path], *, engines: int, **changes: Any) -> Artifact:
     """A rollout on so many engines."""
-    with Runner(Machine(engines=engines, max_num_seqs=ALONE), logged=True) as runner:
+    with Runner(
+        Machine(engines=engines, max_num_seqs=ALONE), logged=True, workers=workers()
+    ) as runner:
         config = rollout.Config(**SAMPLING | changes)
         return runner.build("rollout", out=out, config=config, inputs=inputs)
 
@@ -84,7 +86,9 @@ def test_an_evaluation_is_the_same_whatever_the_number_of_engines(
     config = evaluate.Config(**SAMPLING)
     digests = set()
     for engines in (1, 2):
-        with Runner(Machine(engines=engines, max_num_seqs=ALONE), logged=True) as runner:
+        with Runner(
+            Machine(engines=engines, max_num_seqs=ALONE), logged=True, workers=workers()
+        ) as runner:
             out = tmp_path / f"{engines}"
             digests.add(runner.build("evaluate", out=out, config=config, inputs=given).digest)
     assert len(digests) == 1
@@ -103,7 +107,7 @@ def test_a_lost_engine_costs_its_own_groups_and_a_rerun_samples_only_those(
 ) -> None:
     out, config = tmp_path / "rollout", rollout.Config(**SAMPLING)
     machine = Machine(engines=2, max_num_seqs=ALONE)
-    with Runner(machine, logged=True) as runner:
+    with Runner(machine, logged=True, workers=workers()) as runner:
         runner.spread = losing(1)
         with pytest.raises(WorkerDied, match="SIGKILL"):
             runner.build("rollout", out=out, config=config, inputs=inputs)
@@ -119,25 +123,22 @@ def losing(engine: int) -> parts.Spread:
     """Spread jobs over threads, and kill the worker of one of them when it is at work."""
 
     def spread(run: parts.Run, jobs: Sequence[parts.Job]) -> list[parts.Metrics]:
-        before = set(psutil.Process().children())
+        killed = threading.Event()
 
         def lost(job: parts.Job) -> parts.Metrics:
-            if job.engine != engine:
-                while not before_is_past.is_set():
-                    time.sleep(0.01)
-                return run(job)
-            killer = threading.Thread(target=kill)
-            killer.start()
+            if job.engine == engine:
+                threading.Thread(target=kill).start()
+            else:
+                assert killed.wait(PATIENCE_S)
             return run(job)
 
         def kill() -> None:
-            while not (started := set(psutil.Process().children()) - before):
+            worker = workers()["engine"][engine]
+            while not worker._process:
                 time.sleep(0.01)
-            [worker] = started
-            os.kill(worker.pid, signal.SIGKILL)
-            before_is_past.set()
+            os.kill(worker._process.pid, signal.SIGKILL)
+            killed.set()
 
-        before_is_past = threading.Event()
         return parts.in_threads(lost, jobs)
 
     return spread
@@ -153,7 +154,7 @@ def test_groups_that_no_engine_completed_in_time_are_skipped_by_name(
 def test_what_the_engines_left_undone_is_not_sampled_once_more_to_publish(
     inputs: dict[str, Path], tmp_path: Path
 ) -> None:
-    with Runner(Machine(engines=2), logged=True) as runner:
+    with Runner(Machine(engines=2), logged=True, workers=workers()) as runner:
         runner.spread = lambda run, jobs: [{} for _ in jobs]
         with pytest.raises(InputError, match="none of 6 groups was complete"):
             config = rollout.Config(**SAMPLING, time_limit_s=60)
@@ -187,7 +188,7 @@ def train_under_prefect(
     data: Path, server: Server, overrides: list[str]
 ) -> subprocess.CompletedProcess[str]:
     """A run in a process of its own: Prefect and Ray change theirs for good."""
-    told = [*small_run.SMALL, *ONCE, *overrides, f"data={data}"]
+    told = [*SMALL, *ONCE, *overrides, f"data={data}"]
     code = f"from pipeline import flows, requests; flows.train(requests.Train(overrides={told}))"
     return subprocess.run(
         [sys.executable, "-c", code],
@@ -201,7 +202,7 @@ def train_under_prefect(
 def test_a_run_on_two_workers_of_ray_makes_the_same_artifacts(
     server: Server, tmp_path: Path
 ) -> None:
-    small_run.run(tmp_path / "alone", ONCE)
+    run(tmp_path / "alone", ONCE)
     done = train_under_prefect(tmp_path, server, ["machine.engines=2", "machine.task_runner=ray"])
     assert done.returncode == 0, done.stderr
-    assert small_run.digests(tmp_path / "runs") == small_run.digests(tmp_path / "alone" / "runs")
+    assert digests(tmp_path / "runs") == digests(tmp_path / "alone" / "runs")
