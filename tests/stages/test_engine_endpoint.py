@@ -33,6 +33,7 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "TORCHDYNAMO_DISABLE": "1",
     "OMP_NUM_THREADS": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # vLLM wants this of who asks for its one-process executor
 }
 Handler = Callable[[httpx.Request], httpx.Response]
 
@@ -61,7 +62,8 @@ def served(path: Path, log: Path, *, mode: str, dev: bool) -> Iterator[str]:
         server = subprocess.Popen(
             [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
             + [f"--{name}={value}" for name, value in options.items()]
-            + ["--enforce-eager", "--no-enable-chunked-prefill"],
+            + ["--enforce-eager", "--no-enable-chunked-prefill"]
+            + ["--distributed-executor-backend=uni"],
             env=os.environ | ENVIRONMENT | {"VLLM_SERVER_DEV_MODE": str(int(dev))},
             stdout=output,
             stderr=output,
