@@ -18,9 +18,10 @@ ablation: .venv/installed
 	  variant=grpo,overlong_filtering,clip_higher,soft_punishment,token_loss,dapo
 
 # a thread for each of two processes: OpenMP threads that outnumber the cores wait for each other
-# files in their order: the slow ones, of the pipeline, come first
+# files in their order: the slow ones, of the pipeline, come first; Python's bytecode is kept, also
+# where the environment says no: a hundred processes import torch
 test: .venv/installed browser lint
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # for the tests of pages, on a Debian or Ubuntu that has none; elsewhere one has to be there
 browser:
