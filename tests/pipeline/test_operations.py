@@ -1,20 +1,26 @@
 """Scheduled and submitted runs: a real server, a real worker, and what goes wrong with them."""
 
+import os
 import subprocess
 import sys
 import time
 import urllib.error
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect_server import Server
 from small_run import SMALL
 
-from pipeline import artifacts
+from pipeline import artifacts, deploy
 from pipeline.requests import Train
 from stages.errors import InputError
 
@@ -153,6 +159,67 @@ def test_deploying_twice_sets_everything_up_once(server: Server, deployed: list[
     assert nightly["concurrency_options"]["collision_strategy"] == "CANCEL_NEW"
 
 
+def test_a_run_that_gives_no_signs_of_life_any_more_has_crashed(
+    server: Server, deployed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flow = server.get("/deployments/name/train/train")["flow_id"]
+    run, lively = (
+        server.post("/flow_runs/", flow_id=flow, state={"type": "RUNNING"})["id"] for _ in range(2)
+    )
+    with SyncPrefectClient(server.url) as client:
+        monkeypatch.setattr(deploy, "SILENT_S", 10)  # the least that Prefect allows
+        deploy._automation(client)
+        beat(server, run)
+
+        def crashed() -> bool:
+            beat(server, lively)
+            return bool(server.get(f"/flow_runs/{run}")["state"]["type"] == "CRASHED")
+
+        until(crashed)
+        monkeypatch.undo()
+        deploy._automation(client)
+    assert server.get(f"/flow_runs/{lively}")["state"]["type"] == "RUNNING"
+    [automation] = server.post("/automations/filter")
+    assert automation["trigger"]["within"] == 90
+
+
+def beat(server: Server, run: str) -> None:
+    """A sign of life of a flow run, as its process sends one."""
+    resource = {"prefect.resource.id": f"prefect.flow-run.{run}"}
+    event = {"event": "prefect.flow-run.heartbeat", "resource": resource, "payload": {}}
+    now = datetime.now(UTC).isoformat()
+    with httpx.Client() as client:
+        told = [{**event, "id": str(uuid.uuid4()), "occurred": now}]
+        client.post(f"{server.url}/events", json=told).raise_for_status()
+
+
+@pytest.mark.parametrize(
+    ("url", "given", "said"),
+    [
+        (None, {"file": Path("nowhere.yaml")}, "nowhere.yaml does not exist; give --file"),
+        (None, {"kind": "kubernetes"}, "work pool dapo is of type process, not kubernetes"),
+        ("http://127.0.0.1:9/api", {}, "http://127.0.0.1:9/api does not answer"),
+    ],
+)
+def test_what_cannot_be_deployed_is_refused_with_the_reason(
+    server: Server, deployed: list[str], url: str | None, given: dict[str, Any], said: str
+) -> None:
+    there = temporary_settings({PREFECT_API_URL: url or server.url})
+    with there, pytest.raises(InputError, match=said):
+        deploy.deploy(**given, say=print)
+
+
+def test_a_file_that_prefect_refuses_is_refused_in_its_words(
+    server: Server, deployed: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PREFECT_API_URL", server.url)
+    bad = tmp_path / "prefect.yaml"
+    bad.write_text("deployments: [{name: night, entrypoint: pipeline.flows.nap}]")
+    there = temporary_settings({PREFECT_API_URL: server.url})
+    with there, pytest.raises(InputError, match=r"prefect\.yaml was not deployed:[^$]*nap"):
+        deploy.deploy(file=bad, say=print)
+
+
 def test_deploying_without_a_server_is_one_clear_message(tmp_path: Path) -> None:
     nowhere = Server(tmp_path)
     del nowhere.environment["PREFECT_API_URL"]
@@ -261,4 +328,30 @@ def test_a_killed_worker_takes_its_run_along(server: Server, worker: object, dat
     [flow] = [p for p in started if "prefect" in " ".join(p.cmdline())]
     flow.parent().kill()
     assert not psutil.wait_procs(started, timeout=20)[1]
-    run.ends("Crashed")
+    assert "Nothing was heard of it" not in run.ends("Crashed")["message"]  # but sooner
+
+
+HUNG = """
+import signal, time
+from pipeline import lifecycle
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+lifecycle.POLL_S = lifecycle.GRACE_S = 0.1
+lifecycle._end_with_the_worker()
+print("watched", flush=True)
+time.sleep(600)
+"""
+WORKER = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
+
+
+def test_a_run_whose_clean_up_hangs_ends_with_its_worker_all_the_same() -> None:
+    environment = {**os.environ, "PREFECT__FLOW_RUN_ID": str(uuid.uuid4())}
+    command = [sys.executable, "-c", WORKER, HUNG]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as worker:
+        assert worker.stdout and worker.stdout.readline() == b"watched\n"
+        [run] = psutil.Process(worker.pid).children()
+        worker.kill()
+        try:
+            run.wait(timeout=10)
+        finally:
+            with suppress(psutil.NoSuchProcess):
+                run.kill()

@@ -33,7 +33,7 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "TORCHDYNAMO_DISABLE": "1",
     "OMP_NUM_THREADS": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # vLLM wants this of who asks for its one-process executor
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # else a CPU's server has a third process
 }
 Handler = Callable[[httpx.Request], httpx.Response]
 
