@@ -6,12 +6,19 @@ The command line makes the same requests, so that one configuration comes out of
 from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic.config import JsonDict
 
 from pipeline.config import composed
 from pipeline.runner import STAGES
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._+-]*$"
 LIMIT = "gpu"  # the concurrency limit that `dapo deploy` makes
+ONE_END: JsonDict = {  # in the schema, too: a server refuses both before a process starts
+    "not": {
+        "properties": {"stop": {"type": "integer"}, "steps": {"type": "integer"}},
+        "required": ["stop", "steps"],
+    }
+}
 Stage = Literal[STAGES]  # type: ignore[valid-type]
 
 
@@ -40,6 +47,8 @@ class Request(BaseModel):
 
 class Train(Request):
     """Train a run, or go on where it stopped."""
+
+    model_config = ConfigDict(json_schema_extra=ONE_END)
 
     stop: int | None = Field(
         None, title="Stop", ge=0, description="Train up to this step. Default: schedule.steps."

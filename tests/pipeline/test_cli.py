@@ -1,28 +1,15 @@
 """The command `dapo`, as a person or a script uses it."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import polars as pl
 import pytest
+from command import dapo, dapo_alone
 from small_run import SMALL
 
 from pipeline import artifacts
 from stages import tables
-
-
-def dapo(*arguments: str | Path, data: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """Run the command in a child process, outside any terminal."""
-    environment = {"PATH": "/usr/bin:/bin", "DAPO_DATA": str(data or "/nonexistent")}
-    return subprocess.run(
-        [sys.executable, "-m", "pipeline", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=False,
-    )
 
 
 def round_of(data: Path, step: int = 1) -> Path:
@@ -43,7 +30,7 @@ def test_every_command_explains_itself_with_an_example(command: str) -> None:
 
 
 def test_an_unknown_setting_is_one_clear_line_and_exit_code_2(tmp_path: Path) -> None:
-    refused = dapo("train", "update.epshigh=0.3", data=tmp_path)
+    refused = dapo_alone("train", "update.epshigh=0.3", data=tmp_path)
     assert (refused.returncode, refused.stdout) == (2, "")
     assert "did you mean 'update.eps_high'?" in refused.stderr
     assert "Traceback" not in refused.stderr
@@ -264,7 +251,7 @@ def test_a_rerun_of_a_middle_round_is_refused_for_another_stages_setting(data: P
 
 def test_a_stage_that_exceeds_its_time_limit_ends_the_command(data: Path, tmp_path: Path) -> None:
     batch, policy = round_of(data) / "filter", data / "runs/small/step_0000/warmstart"
-    ended = dapo(
+    ended = dapo_alone(
         *("update", "--batch", batch, "--policy", policy, "--out", tmp_path / "out"),
         *(*SMALL, "machine.stage_timeout_s=0.2"),
     )

@@ -1,12 +1,11 @@
 """Two scorings of the same rollouts side by side: verdicts, groups, advantages, rewards."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import polars as pl
 import pytest
+from command import dapo
 from conftest import CPU, fresh, groups, rows, save
 
 from pipeline import artifacts, compare
@@ -14,17 +13,6 @@ from stages import filter, tables
 from stages.errors import InputError
 
 Row = dict[str, object]
-
-
-def dapo(*arguments: str | Path, data: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """Run the command in a child process, outside any terminal."""
-    return subprocess.run(
-        [sys.executable, "-m", "pipeline", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        env={"PATH": "/usr/bin:/bin", "DAPO_DATA": str(data or "/nonexistent")},
-        check=False,
-    )
 
 
 def scores(*given: Row) -> pl.LazyFrame:

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+from command import dapo
 from small_run import digests, run
 
 from pipeline import artifacts, garbage, runs
@@ -249,28 +250,18 @@ def test_after_it_a_run_verifies_and_goes_on(data: Path) -> None:
     }
 
 
-def dapo(*arguments: str, data: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "pipeline", "gc", *arguments],
-        capture_output=True,
-        text=True,
-        env={"PATH": "/usr/bin:/bin", "DAPO_DATA": str(data)},
-        check=False,
-    )
-
-
 def test_the_command_is_dry_unless_told_and_refuses_a_run_in_use(data: Path) -> None:
     put(run_of(data) / "notes.md")
     before = files(data)
-    dry = dapo("small", "--keep-policies", "1", data=data)
+    dry = dapo("gc", "small", "--keep-policies", "1", data=data)
     assert dry.returncode == 0, dry.stderr
     assert "add --apply" in dry.stdout and "unknown: " in dry.stdout and "notes.md" in dry.stdout
     assert files(data) == before
     with artifacts.locked(run_of(data)):
-        refused = dapo("--keep-policies", "1", "--apply", data=data)
+        refused = dapo("gc", "--keep-policies", "1", "--apply", data=data)
     assert refused.returncode == 2 and "is in use by pid" in refused.stderr
     assert not artifacts.load(run_of(data) / "step_0001/update").retired
-    done = json.loads(dapo("--keep-policies", "1", "--apply", "--json", data=data).stdout)
+    done = json.loads(dapo("gc", "--keep-policies", "1", "--apply", "--json", data=data).stdout)
     assert done["applied"] and done["bytes"] > 100_000 and done["in_use"] == []
     assert [each["how"] for each in done["garbage"]] == ["retire"]
     assert artifacts.load(run_of(data) / "step_0001/update").retired

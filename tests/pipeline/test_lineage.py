@@ -3,13 +3,12 @@
 import json
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import polars as pl
 import pytest
+from command import dapo
 
 from pipeline import artifacts, lineage
 from pipeline.lineage import Branch, Gap, Lineage
@@ -263,31 +262,21 @@ def test_the_flowchart_joins_every_node_and_lets_no_text_break_out(data: Path) -
     assert declared == joined
 
 
-def dapo(*arguments: str | Path, data: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "pipeline", "lineage", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        env={"PATH": "/usr/bin:/bin", "DAPO_DATA": str(data)},
-        check=False,
-    )
-
-
 def test_the_command_prints_a_tree_json_or_a_flowchart(long: Path, data: Path) -> None:
     _, response_id = group(data, "kept")
-    tree = dapo(response_id, "--run", "small", data=data)
+    tree = dapo("lineage", response_id, "--run", "small", data=data)
     assert tree.returncode == 0, tree.stderr
     said = " ".join(tree.stdout.split())
     assert f"{response_id}: trained on in step 1" in said and "verdict" in said
     assert "environments/" in said and "no lock was kept" not in said
-    read = json.loads(dapo(long / "step_0002/update", "--json", data=data).stdout)
+    read = json.loads(dapo("lineage", long / "step_0002/update", "--json", data=data).stdout)
     assert read["start"]["stage"] == "update" and read["config"]["eps_high"] == 0.28
     assert read["environment"]["versions"]["torch"]
     (later,) = (branch for branch in read["made_of_it"] if branch["stage"] == "update")
     assert later["chain"][3] == {"more": STEPS - 3 - 5}
-    drawn = dapo(long / "step_0002/update", "--mermaid", data=data).stdout
+    drawn = dapo("lineage", long / "step_0002/update", "--mermaid", data=data).stdout
     assert drawn.startswith("flowchart LR\n")
-    lost = dapo("step_0009/nothing", data=data)
+    lost = dapo("lineage", "step_0009/nothing", data=data)
     assert lost.returncode == 2 and "does not exist" in lost.stderr
 
 

@@ -230,7 +230,11 @@ def test_deploying_without_a_server_is_one_clear_message(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("request_", "said"),
-    [({"steps": 0}, "less than the minimum"), ({"colour": 1}, "'colour' was unexpected")],
+    [
+        ({"steps": 0}, "less than the minimum"),
+        ({"stop": 3, "steps": 4}, "should not be valid"),
+        ({"colour": 1}, "'colour' was unexpected"),
+    ],
 )
 def test_bad_values_are_refused_before_a_process_starts(
     server: Server, deployed: list[str], tmp_path: Path, request_: dict[str, Any], said: str
