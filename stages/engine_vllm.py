@@ -40,6 +40,9 @@ class VLLM(Engine):
             os.environ.setdefault(name, value)
         from vllm import LLM
 
+        if not gc.get_freeze_count():  # else of a start that failed, whose garbage is to go
+            # vLLM looks for garbage again and again meanwhile: not among what imports have made
+            gc.freeze()
         try:
             self.llm = LLM(
                 model=str(path),
