@@ -13,13 +13,12 @@ from pipeline.runner import STAGES
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._+-]*$"
 LIMIT = "gpu"  # the concurrency limit that `dapo deploy` makes
-ONE_END: JsonDict = {  # in the schema, too: a server refuses both before a process starts
-    "not": {
-        "properties": {"stop": {"type": "integer"}, "steps": {"type": "integer"}},
-        "required": ["stop", "steps"],
-    }
-}
 Stage = Literal[STAGES]  # type: ignore[valid-type]
+
+
+def _given(name: str) -> JsonDict:
+    """The schema of what has a value for `name`; a server forgets `required` of a deployment's."""
+    return {"not": {"properties": {name: {"type": "null"}}}}
 
 
 class Request(BaseModel):
@@ -48,7 +47,9 @@ class Request(BaseModel):
 class Train(Request):
     """Train a run, or go on where it stopped."""
 
-    model_config = ConfigDict(json_schema_extra=ONE_END)
+    model_config = ConfigDict(
+        json_schema_extra={"not": {"allOf": [_given("stop"), _given("steps")]}}
+    )
 
     stop: int | None = Field(
         None, title="Stop", ge=0, description="Train up to this step. Default: schedule.steps."
