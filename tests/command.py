@@ -31,6 +31,12 @@ def dapo(*arguments: str | Path, data: Path | str = "/nonexistent") -> Ended:
     return Ended(told, int(code or 0), out.getvalue(), err.getvalue())
 
 
+def said(*arguments: str | Path, data: Path | str = "/nonexistent") -> tuple[int, str]:
+    """The exit code of the command, and all that it printed."""
+    ended = dapo(*arguments, data=data)
+    return ended.returncode, ended.stdout + ended.stderr
+
+
 def dapo_alone(*arguments: str | Path, data: Path | str = "/nonexistent") -> Ended:
     """Run the command in a process of its own, outside any terminal."""
     return subprocess.run(

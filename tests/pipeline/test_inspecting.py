@@ -9,12 +9,14 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import polars as pl
 import pytest
+from command import said
 
-from pipeline import artifacts, cli, compare_runs, samples, story
+from pipeline import artifacts, compare_runs, samples, story
 from pipeline.cli import console
 from pipeline.cli.inspecting import spark
 from pipeline.read import run
@@ -30,21 +32,9 @@ def small(data: Path) -> Path:
 
 
 @pytest.fixture
-def dapo(
-    finished: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Dapo:
-    """The command in this process: exit code, and what it printed on stdout and stderr."""
-
-    def call(*arguments: str | Path, data: Path = finished) -> tuple[int, str]:
-        monkeypatch.setenv("DAPO_DATA", str(data))
-        monkeypatch.setattr(sys, "argv", ["dapo", *map(str, arguments)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        shown = capsys.readouterr()
-        return int(ended.value.code or 0), shown.out + shown.err
-
-    return call
+def dapo(finished: Path) -> Dapo:
+    """The command on the finished run: exit code, and what it printed."""
+    return partial(said, data=finished)
 
 
 def rewrite(table: Path, *columns: pl.Expr) -> None:

@@ -6,10 +6,10 @@ from typing import Any
 
 import polars as pl
 import pytest
+from command import said
 from small_run import run
-from typer.testing import CliRunner
 
-from pipeline import artifacts, cli, paired
+from pipeline import artifacts, paired
 from pipeline.artifacts import Artifact
 from stages import tables
 from stages.errors import InputError
@@ -26,11 +26,6 @@ def of_all(found: paired.EvaluationComparison, metric: str) -> dict[str, Any]:
     every = pl.col("task").is_null() & pl.col("difficulty").is_null()
     [row] = found.figures.filter(every, metric=metric).to_dicts()
     return row
-
-
-def dapo(*arguments: str | Path) -> tuple[int, str]:
-    done = CliRunner().invoke(cli.app, list(map(str, arguments)))
-    return done.exit_code, done.output or str(done.exception)
 
 
 def change(artifact: Artifact, table: str, frame: pl.DataFrame) -> None:
@@ -89,9 +84,9 @@ def test_nothing_in_common_is_said(data: Path) -> None:
 
 def test_the_command_takes_two_evaluations(finished: Path) -> None:
     places = [finished / "runs/small" / step for step in STEPS]
-    code, shown = dapo("compare", *places)
+    code, shown = said("compare", *places)
     assert code == 0 and "95% interval, by 1000 resamples" in shown and "avg@2" in shown
-    code, shown = dapo("compare", *places, "--json")
+    code, shown = said("compare", *places, "--json")
     made = json.loads(shown)
     assert made["prompts"] == [{"set": "heldout", "matched": 6, "only_a": 0, "only_b": 0}]
     assert {"metric", "a", "b", "difference", "low", "high", "p"} < made["figures"][0].keys()
@@ -100,16 +95,16 @@ def test_the_command_takes_two_evaluations(finished: Path) -> None:
 def test_an_evaluation_is_compared_with_evaluations_only(finished: Path) -> None:
     run_directory = finished / "runs/small"
     scores = run_directory / "step_0001/round_0/score"
-    code, shown = dapo("compare", run_directory / STEPS[0], scores)
-    assert code == 1 and "not both evaluations" in shown
+    code, shown = said("compare", run_directory / STEPS[0], scores)
+    assert code == 2 and "not both evaluations" in shown
     places = [run_directory / step for step in STEPS]
-    code, shown = dapo("compare", *places, "filter.batch_groups=8")
-    assert code == 1 and "not for two evaluations" in shown
+    code, shown = said("compare", *places, "filter.batch_groups=8")
+    assert code == 2 and "not for two evaluations" in shown
 
 
 def test_two_runs_are_compared_by_their_last_evaluations(data: Path) -> None:
     run(data, ["run=other", "evaluate.n=3", "schedule.steps=0"])
-    code, shown = dapo("compare", data / "runs/small", data / "runs/other", "--json")
+    code, shown = said("compare", data / "runs/small", data / "runs/other", "--json")
     assert code == 0
     made = json.loads(shown)["evaluations"]
     assert made["a"].endswith("small/step_0002/evaluate")

@@ -4,15 +4,16 @@ import html
 import json
 import re
 import shutil
-import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import polars as pl
 import pytest
 from browser import Opened, Watched
+from command import said
 
-from pipeline import cli, figures, garbage, report, runs
+from pipeline import figures, garbage, report, runs
 from pipeline.read import Run, run
 from stages import tables
 
@@ -234,16 +235,9 @@ def test_long_texts_lose_their_middle_and_control_characters_are_marked() -> Non
 
 
 def test_the_command_writes_beside_a_run_and_of_a_store_to_where_we_are(
-    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def dapo(*arguments: str) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["dapo", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        shown = capsys.readouterr()
-        return int(ended.value.code or 0), shown.out + shown.err
-
-    monkeypatch.setenv("DAPO_DATA", str(small.parents[1]))
+    dapo = partial(said, data=small.parents[1])
     code, shown = dapo("report", "small")
     assert code == 0 and str(small / "report.html") in shown
     assert dapo("report", "small")[0] == 0  # again: it is replaced
@@ -252,10 +246,10 @@ def test_the_command_writes_beside_a_run_and_of_a_store_to_where_we_are(
     assert (tmp_path / "a.html").read_text() == (small / "report.html").read_text()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("DAPO_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("DAPO_DATA", small.parents[1].as_uri())  # the same as a store
-    code, shown = dapo("report", "small")
+    stored = small.parents[1].as_uri()  # the same as a store
+    code, shown = said("report", "small", data=stored)
     assert code == 0 and words((tmp_path / "small.html").read_text()) == words(
         (tmp_path / "a.html").read_text()
     )
-    code, shown = dapo("report", "small", "--out", str(tmp_path / "nowhere/a.html"))
+    code, shown = said("report", "small", "--out", tmp_path / "nowhere/a.html", data=stored)
     assert code == 2 and "expected the name of a file" in shown
