@@ -26,7 +26,7 @@ from pipeline.requests import Train
 from stages.errors import InputError
 
 pytestmark = pytest.mark.slow
-PATIENCE_S = 240  # a killed client may leave a server on SQLite with a lock, for a minute
+PATIENCE_S = 240
 
 
 def dapo(server: Server, *arguments: str) -> subprocess.CompletedProcess[str]:
