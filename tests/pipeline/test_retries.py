@@ -103,7 +103,7 @@ def test_where_memory_ran_out_the_next_try_asks_for_half(
 
 
 FLOW = """
-import json, sys
+import json
 from prefect import flow
 from pipeline import tasks
 from pipeline.worker import WorkerDied

@@ -84,14 +84,14 @@ def test_an_evaluation_is_the_same_whatever_the_number_of_engines(
 ) -> None:
     given = {name: inputs[name] for name in ("prompts", "policy")}
     config = evaluate.Config(**SAMPLING)
-    digests = set()
+    made = set()
     for engines in (1, 2):
         with Runner(
             Machine(engines=engines, max_num_seqs=ALONE), logged=True, workers=workers()
         ) as runner:
             out = tmp_path / f"{engines}"
-            digests.add(runner.build("evaluate", out=out, config=config, inputs=given).digest)
-    assert len(digests) == 1
+            made.add(runner.build("evaluate", out=out, config=config, inputs=given).digest)
+    assert len(made) == 1
 
 
 def test_more_engines_than_groups_are_no_error(
